@@ -1,0 +1,71 @@
+"""Every failure a user can meet, with the exit code of the command line.
+
+An error carries one message for a person: what was given, what is required, what to change.
+The command line prints the message, never a traceback, and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ToolkitError(Exception):
+    """Base of all errors that are shown to a person as one message."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault of the input: where it is, and what to do about it."""
+
+    where: str
+    """Key path, file or option, e.g. `train.global_batch`."""
+    what: str
+    """What was given, what is required, what to change."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+class BadInput(ToolkitError, ValueError):
+    """The input can't be used; nothing was started and nothing was lost."""
+
+    exit_code = 2
+
+    def __init__(self, source: str, problems: Sequence[Problem] | str) -> None:
+        self.source = source
+        self.problems = (Problem(source, problems),) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self._message(single=isinstance(problems, str)))
+
+    def _message(self, *, single: bool) -> str:
+        if single:
+            return str(self.problems[0])
+        count = len(self.problems)
+        lines = [f"{self.source}: {count} problem{'s' if count > 1 else ''}"]
+        return "\n".join(lines + [f"  {problem}" for problem in self.problems])
+
+
+class NoPlanFits(ToolkitError):
+    """Every plan was refused."""
+
+    exit_code = 3
+
+
+class RankFailed(ToolkitError):
+    """A worker process ended with an error."""
+
+    exit_code = 4
+
+
+class LossNotFinite(ToolkitError):
+    """The loss or a gradient became NaN or infinite."""
+
+    exit_code = 5
+
+
+class Preempted(ToolkitError):
+    """The run was asked to stop and saved a checkpoint first."""
+
+    exit_code = 75

@@ -1,0 +1,83 @@
+"""What the cost model says of a plan: memory and time, each by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on the fullest device."""
+
+    params: int = 0
+    """Weights in the training precision."""
+    grads: int = 0
+    """Gradients."""
+    optimizer: int = 0
+    """fp32 master weights and optimizer moments."""
+    activations: int = 0
+    """What the forward pass keeps for the backward pass."""
+    logits: int = 0
+    """Output scores and their gradient."""
+    gathered: int = 0
+    """Weights that ZeRO 3 holds gathered at a time."""
+    buffers: int = 0
+    """Communication buckets."""
+    overhead: int = 0
+    """Device context, libraries, fragmentation."""
+    host: int = 0
+    """Bytes on one node's host (offload); not part of `total`."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Seconds a step; communication is the part that compute does not hide."""
+
+    compute: float = 0.0
+    """Forward and backward."""
+    recompute: float = 0.0
+    """Forward passes repeated for the backward pass."""
+    tp_comm: float = 0.0
+    """Tensor-parallel collectives."""
+    sp_comm: float = 0.0
+    """Sequence-parallel collectives."""
+    pp_bubble: float = 0.0
+    """Pipeline stages waiting."""
+    pp_comm: float = 0.0
+    """Activations between pipeline stages."""
+    dp_comm: float = 0.0
+    """Gradients and ZeRO traffic."""
+    optimizer: float = 0.0
+    """Weight update, offload transfers included."""
+    fixed: float = 0.0
+    """Data loading, launches, host work."""
+
+    @property
+    def total(self) -> float:
+        """Seconds a step."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Memory and time of one plan for one job."""
+
+    memory: Memory
+    time: Time
+    memory_limit_bytes: int
+    """What the device has for the job."""
+    host_limit_bytes: int
+    """What one node's host has for the job."""
+    tokens_per_second: float
+    mfu: float
+    """Model FLOPs a second (6·N + attention, no recompute) over the devices' peak."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have room."""
+        return self.memory.total <= self.memory_limit_bytes and self.memory.host <= self.host_limit_bytes

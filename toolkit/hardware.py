@@ -1,0 +1,77 @@
+"""Accelerator kinds: what one device can do. One row a kind; nothing here is fitted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB = 10**9
+GIB = 2**30
+TERA = 10**12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator (or, without one, one process's share of the CPU)."""
+
+    name: str
+    """Name as in recipes and cluster files, e.g. `H100-SXM5-80GB`."""
+    backend: str
+    """`cuda`, `rocm` or `cpu`."""
+    memory_bytes: int
+    """Memory of one device."""
+    peak_flops: float
+    """Data-sheet peak of dense bf16 (fp32 on a CPU): the base of MFU."""
+    matmul_flops: float
+    """Best sustained matmul rate in the same type, not the data-sheet peak."""
+    memory_bytes_per_second: float
+    """Bandwidth of the device's own memory."""
+    link_bytes_per_second: float
+    """To other devices of the same node, one direction."""
+    host_bytes_per_second: float
+    """To the host's memory, one direction."""
+    inter_gbps: float = 100.0
+    """Network to other nodes that usually comes with this kind, gigabit a second and device."""
+    fp8_matmul_flops: float = 0.0
+    """Best sustained fp8 matmul rate; 0: no fp8."""
+
+
+def _gpu(
+    name: str, peak: float, matmul: float, memory_gb: float, tb_s: float, link: float, host: float, inter: float,
+    fp8: float = 0.0, backend: str = "cuda",
+) -> Device:
+    return Device(
+        name=name, backend=backend, memory_bytes=int(memory_gb * GIB), peak_flops=peak * TERA,
+        matmul_flops=matmul * TERA, memory_bytes_per_second=tb_s * TERA, link_bytes_per_second=link * GB,
+        host_bytes_per_second=host * GB, inter_gbps=inter, fp8_matmul_flops=fp8 * TERA,
+    )  # fmt: skip
+
+
+# name, peak, best measured matmul (TFLOP/s), memory GiB, TB/s, GB/s to peers, GB/s to host, Gbit/s to other nodes, fp8.
+# Sources: vendors' data sheets; stas00/ml-engineering (measured matmul rates and network tables).
+# Where no measured matmul rate is published, 0.8 of the peak stands in.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("V100-SXM2-16GB", 125, 100, 16, 0.9, 150, 12, 100),
+        _gpu("V100-SXM2-32GB", 125, 100, 32, 0.9, 150, 12, 100),
+        _gpu("A100-SXM4-40GB", 312, 271.2, 40, 1.555, 300, 25, 200),
+        _gpu("A100-SXM4-80GB", 312, 271.2, 80, 2.0, 300, 25, 200),
+        _gpu("A100-PCIe-80GB", 312, 252.9, 80, 1.94, 31, 25, 100),
+        _gpu("A800-SXM4-80GB", 312, 271.2, 80, 2.0, 200, 25, 200),
+        _gpu("H100-SXM5-80GB", 989, 794.5, 80, 3.35, 450, 50, 400, 1402.6),
+        _gpu("H100-PCIe-80GB", 756, 600, 80, 2.0, 300, 50, 200, 1070),
+        _gpu("H200-SXM", 989, 794.5, 141, 4.8, 450, 50, 400, 1453.4),
+        _gpu("GH200-SXM", 989, 828.6, 141, 4.8, 450, 300, 400, 1535.0),
+        _gpu("B200-SXM", 2250, 1745.0, 180, 8.0, 900, 50, 400, 3432.5),
+        _gpu("GB200", 2500, 1822.0, 186, 8.0, 900, 300, 400, 3615.6),
+        _gpu("B300-SXM", 2250, 1769.0, 288, 8.0, 900, 100, 800, 3353.3),
+        _gpu("GB300", 2500, 1822.0, 288, 8.0, 900, 300, 800, 3615.6),
+        _gpu("L40S", 362, 290, 48, 0.86, 31, 25, 100, 580),
+        _gpu("L4", 121, 97, 24, 0.30, 31, 25, 50, 190),
+        _gpu("RTX-4090", 165, 140, 24, 1.01, 31, 25, 25, 280),
+        _gpu("MI250X", 383, 300, 128, 3.28, 350, 25, 100, backend="rocm"),
+        _gpu("MI300X", 1300, 668.4, 192, 5.3, 448, 50, 400, 1300, backend="rocm"),
+        _gpu("MI325X", 1300, 784.9, 256, 6.0, 448, 50, 400, 1500, backend="rocm"),
+        _gpu("MI355X", 2500, 1565.0, 288, 8.0, 535.5, 50, 400, 3000, backend="rocm"),
+    )
+}
