@@ -39,6 +39,9 @@ class Strategy(Protocol):
     def propose(self, job: Job) -> Iterator[Proposal]:
         """Every plan for the job, and refusals with their reasons."""
 
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """What `toolkit parity` runs: name → fixed axes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:

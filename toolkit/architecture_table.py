@@ -17,8 +17,6 @@ from toolkit.model_terms import (
     indexer,
     latent_attention,
     listed,
-    mlp,
-    norms,
     nothing,
     stepped,
     total,
@@ -58,9 +56,7 @@ DENSE: dict[str, Architecture] = {
     "olmo": decoder(bias="attention_bias", vectors=0, own_head_dim=False),
     "olmo2": OLMO2,
     "olmo3": OLMO2,
-    "cohere": decoder(
-        bias="attention_bias", qk_norm="all", qk_norm_if="use_qk_norm", norm_count=1
-    ),
+    "cohere": decoder(bias="attention_bias", qk_norm="all", qk_norm_if="use_qk_norm", norm_count=1),
     "cohere2": decoder(bias="attention_bias", norm_count=1),
     "stablelm": decoder(
         bias="use_qkv_bias",
@@ -75,7 +71,9 @@ DENSE: dict[str, Architecture] = {
     "jais2": decoder(bias="attention_bias", vectors=2, matrices=2, mlp_bias="mlp_bias"),
     "arcee": decoder(bias="attention_bias", matrices=2, mlp_bias="mlp_bias"),
     "apertus": decoder(
-        bias="attention_bias", qk_norm="head", matrices=2,
+        bias="attention_bias",
+        qk_norm="head",
+        matrices=2,
         extra=lambda shape, layer: 2 * (shape.get("hidden_act") == "xielu"),
     ),
     "nanochat": decoder(bias="attention_bias", vectors=0, matrices=2, own_head_dim=False),
@@ -83,7 +81,10 @@ DENSE: dict[str, Architecture] = {
     "diffllama": decoder(bias="attention_bias", extra=lambda shape, layer: 4 * shape.head_dim),
     "granite_swa": decoder(bias="attention_bias", mlp_bias="mlp_bias", extra=own.sinks),
     "doge": decoder(
-        bias="attention_bias", qk_norm="head", mlp_bias="mlp_bias", extra=own.doge_gates,
+        bias="attention_bias",
+        qk_norm="head",
+        mlp_bias="mlp_bias",
+        extra=own.doge_gates,
         refuses={"is_moe": "experts retrieved by product keys"},
     ),
     "minicpm3": decoder(attend=latent_attention(), mlp_bias="mlp_bias", **own.MLA),
@@ -97,12 +98,8 @@ GPT: dict[str, Architecture] = {
     "openai-gpt": gpt(embed=positions(), final=nothing),
     "gpt_neo": gpt(bias=False, out_bias=True, embed=positions()),
     "gpt_neox": gpt(bias="attention_bias"),
-    "gptj": gpt(
-        bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}
-    ),
-    "codegen": gpt(
-        bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}
-    ),
+    "gptj": gpt(bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}),
+    "codegen": gpt(bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}),
     "gpt_bigcode": gpt(
         embed=positions(),
         kv_heads=lambda shape: 1 if shape.on("multi_query") else shape.heads,
@@ -134,9 +131,7 @@ GPT: dict[str, Architecture] = {
         names={"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
     ),
     "mpt": gpt(bias=False, mlp_bias=False, vectors=1, names={"max_position_embeddings": "max_seq_len"}),
-    "phi": gpt(
-        qk_norm="head+bias", qk_norm_if="qk_layernorm", norm_count=1, final=own.norm_and_head_bias
-    ),
+    "phi": gpt(qk_norm="head+bias", qk_norm_if="qk_layernorm", norm_count=1, final=own.norm_and_head_bias),
     "persimmon": gpt(qk_norm="head+bias", qk_norm_if="qk_layernorm"),
     "starcoder2": gpt(bias="use_bias", mlp_bias="use_bias", own_head_dim=True),
     "xglm": gpt(names={"intermediate_size": "ffn_dim"}, refuses=CROSS_ATTENTION),
@@ -153,12 +148,8 @@ BERT: dict[str, Architecture] = {
     "xlm-roberta": bert(),
     "data2vec-text": bert(),
     "roberta-prelayernorm": bert(final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab),
-    "xlm-roberta-xl": bert(
-        embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab
-    ),
-    "megatron-bert": bert(
-        embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab
-    ),
+    "xlm-roberta-xl": bert(embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab),
+    "megatron-bert": bert(embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab),
     "bert-generation": bert(types=False, final=lambda shape: shape.vocab),
 }
 """Encoders that transformers can also build with a language-model head."""
@@ -185,9 +176,7 @@ MIXTURES: dict[str, Architecture] = {
             extra=lambda shape: shape.hidden,
         ),
     ),
-    "qwen3_moe": decoder(
-        bias="attention_bias", qk_norm="head", experts=Experts(sparse=stepped("num_experts"))
-    ),
+    "qwen3_moe": decoder(bias="attention_bias", qk_norm="head", experts=Experts(sparse=stepped("num_experts"))),
     "olmoe": decoder(
         bias="attention_bias", qk_norm="all", own_head_dim=False, experts=Experts(width="intermediate_size")
     ),
@@ -222,7 +211,9 @@ MIXTURES: dict[str, Architecture] = {
         final=lambda shape: shape.hidden + shape.on("use_bias") * shape.vocab,
     ),
     "dots1": decoder(
-        bias="attention_bias", qk_norm="head", experts=own.routed(after("first_k_dense_replace")),
+        bias="attention_bias",
+        qk_norm="head",
+        experts=own.routed(after("first_k_dense_replace")),
     ),
     "exaone_moe": decoder(
         qk_norm="head",
@@ -298,9 +289,7 @@ MIXTURES: dict[str, Architecture] = {
         bias="attention_bias",
         qk_norm="head",
         extra=own.sinks,
-        experts=Experts(
-            sparse=stepped("num_experts", dense=(0, 1)), shared=own.key("shared_expert_intermediate_size")
-        ),
+        experts=Experts(sparse=stepped("num_experts", dense=(0, 1)), shared=own.key("shared_expert_intermediate_size")),
     ),
     "llama4_text": decoder(
         bias="attention_bias",
@@ -318,9 +307,7 @@ MIXTURES: dict[str, Architecture] = {
         experts=own.routed(after("first_k_dense_replace"), shared_bias="mlp_bias"),
         **own.MLA,
     ),
-    "deepseek_v3": decoder(
-        attend=latent_attention(), experts=own.routed(after("first_k_dense_replace")), **own.MLA
-    ),
+    "deepseek_v3": decoder(attend=latent_attention(), experts=own.routed(after("first_k_dense_replace")), **own.MLA),
     "deepseek_v32": decoder(
         attend=latent_attention(), extra=indexer, experts=own.routed(listed("first_k_dense_replace")), **own.MLA
     ),

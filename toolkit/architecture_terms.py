@@ -43,9 +43,7 @@ def routed(sparse: Rule, shared_bias: Flag = False) -> Experts:
     )
 
 
-GRANITE_SHARED = Experts(
-    number="num_local_experts", width="intermediate_size", shared=key("shared_intermediate_size")
-)
+GRANITE_SHARED = Experts(number="num_local_experts", width="intermediate_size", shared=key("shared_intermediate_size"))
 
 
 def sinks(shape: Shape, layer: int) -> int:

@@ -63,7 +63,9 @@ def probe(nproc: int | None) -> Cluster:
         count = nproc or os.cpu_count() or 1
         return from_section(ClusterSection(device="cpu", devices_per_node=count), name="this machine (CPU)")
     cluster = from_section(
-        ClusterSection(device=_nearest_kind(names[0]), devices_per_node=len(names), host_memory_gib=_host_bytes() / GIB),
+        ClusterSection(
+            device=_nearest_kind(names[0]), devices_per_node=len(names), host_memory_gib=_host_bytes() / GIB
+        ),
         name="this machine",
     )
     return cluster if nproc is None else _limited(cluster, nproc)
@@ -121,15 +123,15 @@ def cpu_device(processes: int) -> Device:
 
 
 def _cpu_flops() -> float:
-    """fp32 FLOPs a second of one hardware thread: 2 fused multiply-adds of a vector a cycle, shared by siblings."""
+    """Peak fp32 FLOPs a second of one core: two fused multiply-adds of a vector each cycle."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return 30e9
+        return 60e9
     clock = re.search(r"cpu MHz\s*:\s*([\d.]+)", info)
     hertz = float(clock[1]) * 1e6 if clock else 2.5e9
     width = 16 if "avx512f" in info else 8 if "avx2" in info else 4
-    return hertz * width * 4 / 2
+    return hertz * width * 4
 
 
 def _nvidia_names() -> list[str]:

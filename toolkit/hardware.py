@@ -36,8 +36,16 @@ class Device:
 
 
 def _gpu(
-    name: str, peak: float, matmul: float, memory_gb: float, tb_s: float, link: float, host: float, inter: float,
-    fp8: float = 0.0, backend: str = "cuda",
+    name: str,
+    peak: float,
+    matmul: float,
+    memory_gb: float,
+    tb_s: float,
+    link: float,
+    host: float,
+    inter: float,
+    fp8: float = 0.0,
+    backend: str = "cuda",
 ) -> Device:
     return Device(
         name=name, backend=backend, memory_bytes=int(memory_gb * GIB), peak_flops=peak * TERA,

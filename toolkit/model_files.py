@@ -1,2 +1,4 @@
 """stub"""
+
+
 def load_model_config(path, *, models_dir): ...

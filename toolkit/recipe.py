@@ -200,6 +200,8 @@ class Metrics:
 
     every: int = number(10, least=1)
     """Steps between two lines on the console; files get every step."""
+    console: bool = True
+    """Whether rank 0 shows progress."""
     wandb: Wandb = field(default_factory=Wandb)
     """Weights & Biases."""
 

@@ -99,5 +99,3 @@ def _resolved(recipe: Recipe) -> Recipe:
     if recipe.model.init is not None:
         return recipe
     return replace(recipe, model=replace(recipe.model, init="pretrained" if recipe.model.path else "scratch"))
-
-

@@ -82,7 +82,9 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     elif args.run_dir is None:
         raise BadInput("toolkit.worker", "give a recipe, or --run-dir with a prepared directory")
     if "RANK" not in os.environ:  # no launcher: one process
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
     from toolkit.runtime import distributed
     from toolkit.runtime.run import run_rank
 

@@ -79,7 +79,11 @@ class ReplicaEngine:
             loss = self._loss_sum(micro.to(device()))
             total += loss.detach()
             self._engine.backward(loss * weight)
-            if self._plain and self._engine.gradient_clipping() == 0 and self._engine.is_gradient_accumulation_boundary():
+            if (
+                self._plain
+                and self._engine.gradient_clipping() == 0
+                and self._engine.is_gradient_accumulation_boundary()
+            ):
                 self._measure(float("inf"))
             self._engine.step()
         return StepResult(loss=all_sum(total) / max(tokens, 1), tokens=tokens, grad_norm=self._grad_norm(), lr=lr)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite
-from toolkit.plan import Plan
 from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
 from toolkit.run_dir import RunDir
@@ -78,7 +77,9 @@ def _samples(recipe: Recipe, vocab: int) -> Samples:
 
 
 def _sinks(recipe: Recipe, run: RunDir, console: IO[str], steps: int) -> list[Sink]:
-    sinks: list[Sink] = [JsonlSink(run.metrics, run.summary), ConsoleSink(console, steps, recipe.metrics.every)]
+    sinks: list[Sink] = [JsonlSink(run.metrics, run.summary)]
+    if recipe.metrics.console:
+        sinks.append(ConsoleSink(console, steps, recipe.metrics.every))
     if recipe.metrics.wandb.mode != "disabled":
         sinks.append(WandbSink(recipe.metrics.wandb, recipe.name, run.path))
     return sinks

@@ -70,7 +70,9 @@ def _report(commands: Sequence[Command], codes: Sequence[int | None], first: int
     rank = commands[first].rank
     if rank is None:
         return code if code == RankFailed.exit_code else RankFailed.exit_code
-    raise RankFailed(f"rank {rank} {_cause(code)}; its log: {logs / f'rank-{rank}.log'}\n{_tail(logs / f'rank-{rank}.log')}")
+    raise RankFailed(
+        f"rank {rank} {_cause(code)}; its log: {logs / f'rank-{rank}.log'}\n{_tail(logs / f'rank-{rank}.log')}"
+    )
 
 
 def _cause(code: int) -> str:
