@@ -17,8 +17,16 @@ class Zero:
     name: str = "zero"
     summary: str = "data parallel with optimizer states (1), gradients (2) and parameters (3) sharded"
     axes: tuple[str, ...] = (
-        "dp", "zero_stage", "zero_group", "zero_variant", "zero_quantized", "offload", "micro_batch", "grad_accum", "recompute",
-    )  # fmt: skip
+        "dp",
+        "zero_stage",
+        "zero_group",
+        "zero_variant",
+        "zero_quantized",
+        "offload",
+        "micro_batch",
+        "grad_accum",
+        "recompute",
+    )
     needs: str = "one layer's weights and activations on one device; for offload, host memory"
     refuses: str = (
         "what compat.py lists: offload of parameters below stage 3, MiCS from DeepSpeed 0.19.7, ZeRO++ without CUDA"
@@ -56,7 +64,7 @@ class Zero:
 
 
 def _worth_trying(offload: str, job: Job, *, deep: bool) -> bool:
-    """Offload is tried where there is somewhere else to go: not from a CPU to itself, nor to a disk that is not there."""
+    """Offload is tried where there is somewhere to go: not from a CPU to itself, nor to a missing disk."""
     if job.cluster.device.backend == "cpu" or (offload.startswith("nvme") and job.cluster.nvme_bytes == 0):
         return False
     return deep or offload == "cpu"

@@ -35,7 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(given: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="toolkit", description="Hybrid-parallel training of Hugging Face models on DeepSpeed.")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="toolkit", description="Hybrid-parallel training of Hugging Face models on DeepSpeed."
+    )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():

@@ -73,7 +73,9 @@ def probe(nproc: int | None) -> Cluster:
 
 def _limited(cluster: Cluster, nproc: int) -> Cluster:
     if nproc > cluster.devices:
-        raise BadInput("--nproc", f"{nproc} processes given; {cluster.name} has {cluster.devices} devices; use at most that many")  # fmt: skip
+        raise BadInput(
+            "--nproc", f"{nproc} processes given; {cluster.name} has {cluster.devices} devices; use at most that many"
+        )
     nodes = max(1, nproc // cluster.devices_per_node)
     per_node = nproc // nodes
     if nodes * per_node != nproc:
@@ -116,10 +118,16 @@ def cpu_device(processes: int) -> Device:
     share = max(os.cpu_count() or 1, 1) / processes
     flops = _cpu_flops() * share
     return Device(
-        name="cpu", backend="cpu", memory_bytes=_host_bytes() // processes, peak_flops=flops,
-        matmul_flops=0.6 * flops, memory_bytes_per_second=8e9 * share, link_bytes_per_second=1.5e9,
-        host_bytes_per_second=5e9, inter_gbps=10.0,
-    )  # fmt: skip
+        name="cpu",
+        backend="cpu",
+        memory_bytes=_host_bytes() // processes,
+        peak_flops=flops,
+        matmul_flops=0.6 * flops,
+        memory_bytes_per_second=8e9 * share,
+        link_bytes_per_second=1.5e9,
+        host_bytes_per_second=5e9,
+        inter_gbps=10.0,
+    )
 
 
 def _cpu_flops() -> float:
@@ -151,5 +159,8 @@ def _nearest_kind(name: str) -> str:
     words = set(re.split(r"[\s-]+", name.upper()))
     best = max(DEVICES, key=lambda kind: len(words & set(kind.upper().split("-"))))
     if not words & set(best.upper().split("-")):
-        raise BadInput("cluster", f"device {name!r} is not a known kind; give cluster as a mapping with the nearest of: {', '.join(DEVICES)}")  # fmt: skip
+        raise BadInput(
+            "cluster",
+            f"device {name!r} is not a known kind; give cluster as a mapping with the nearest of: {', '.join(DEVICES)}",
+        )
     return best

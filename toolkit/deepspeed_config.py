@@ -114,7 +114,14 @@ def _variants(plan: Plan) -> dict[str, Any]:
 def _precision(plan: Plan) -> dict[str, Any]:
     fp16: dict[str, Any] = {"enabled": plan.precision == "fp16"}
     if plan.precision == "fp16":
-        fp16 |= {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1}  # fmt: skip
+        fp16 |= {
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1,
+        }
     return {
         "bf16": {"enabled": plan.precision == "bf16"},
         "fp16": fp16,

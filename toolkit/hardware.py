@@ -48,10 +48,17 @@ def _gpu(
     backend: str = "cuda",
 ) -> Device:
     return Device(
-        name=name, backend=backend, memory_bytes=int(memory_gb * GIB), peak_flops=peak * TERA,
-        matmul_flops=matmul * TERA, memory_bytes_per_second=tb_s * TERA, link_bytes_per_second=link * GB,
-        host_bytes_per_second=host * GB, inter_gbps=inter, fp8_matmul_flops=fp8 * TERA,
-    )  # fmt: skip
+        name=name,
+        backend=backend,
+        memory_bytes=int(memory_gb * GIB),
+        peak_flops=peak * TERA,
+        matmul_flops=matmul * TERA,
+        memory_bytes_per_second=tb_s * TERA,
+        link_bytes_per_second=link * GB,
+        host_bytes_per_second=host * GB,
+        inter_gbps=inter,
+        fp8_matmul_flops=fp8 * TERA,
+    )
 
 
 # name, peak, best measured matmul (TFLOP/s), memory GiB, TB/s, GB/s to peers, GB/s to host, Gbit/s to other nodes, fp8.

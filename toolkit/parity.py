@@ -58,7 +58,11 @@ class Outcome:
 
 def cases(wanted: str, nproc: int) -> dict[str, dict[str, Any]]:
     """Name → fixed axes, for `all`, strategy names or names of their variants."""
-    every = {name: {"name": s.name, **axes} for s in strategies.registry().values() for name, axes in s.variants(nproc).items()}  # fmt: skip
+    every = {
+        name: {"name": s.name, **axes}
+        for s in strategies.registry().values()
+        for name, axes in s.variants(nproc).items()
+    }
     if wanted == "all":
         return every
     chosen: dict[str, dict[str, Any]] = {}

@@ -51,7 +51,7 @@ class Data:
     """The training data."""
 
     path: str = "synthetic"
-    """Hub id, file, glob or directory (txt, jsonl, csv, parquet, arrow); `synthetic`; `python-stdlib` (local sources)."""
+    """Hub id, file, glob or directory (txt, jsonl, csv, parquet, arrow), `synthetic`, or `python-stdlib`."""
     format: Literal["text", "instruction", "chat", "classification", "image-classification"] = "text"
     """What a document is."""
     tokenizer: str | None = None

@@ -8,6 +8,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
+from toolkit import launch
 from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.errors import NoPlanFits
 from toolkit.parity import Outcome, compare, reference
@@ -17,7 +18,12 @@ from toolkit.preflight import check
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_recipe_arguments(parser)
-    parser.add_argument("--strategies", default="all", metavar="A,B", help="strategies or variants, e.g. zero,data_parallel (default all)")  # fmt: skip
+    parser.add_argument(
+        "--strategies",
+        default="all",
+        metavar="A,B",
+        help="strategies or variants, e.g. zero,data_parallel (default all)",
+    )
     parser.add_argument("--steps", type=int, default=10, metavar="K", help="steps to compare (default 10)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -25,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0 if every strategy that can run agrees with one process, 1 if one is off, 3 if none can run."""
     console = Console(stderr=args.json)
-    recipe, nproc = check(read_recipe(args), console), args.nproc or 2
+    recipe, nproc = check(read_recipe(args), launch.environment(), console.print), args.nproc or 2
     with console.status("one process") as status:
         expected = reference(recipe, args.steps)
         outcomes = []
@@ -33,7 +39,11 @@ def run(args: argparse.Namespace) -> int:
             outcomes.append(outcome)
             status.update(f"{outcome.name} done")
     if args.json:
-        report = {"steps": args.steps, "reference": list(expected.loss), "strategies": {o.name: o.to_json() for o in outcomes}}  # fmt: skip
+        report = {
+            "steps": args.steps,
+            "reference": list(expected.loss),
+            "strategies": {o.name: o.to_json() for o in outcomes},
+        }
         print(json.dumps(report, indent=1))
     else:
         console.print(_table(outcomes, args.steps, nproc))

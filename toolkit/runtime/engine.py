@@ -45,7 +45,9 @@ class Engine(Protocol):
 class ReplicaEngine:
     """Data parallel and ZeRO: each rank holds a replica, or its shards of one."""
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule) -> None:  # fmt: skip
+    def __init__(
+        self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule
+    ) -> None:
         self._plan = plan
         self._scale = float(plan.global_batch if train.grad_reduce == "sum" else 1)
         self._norm = 0.0

@@ -38,9 +38,12 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> No
     engine = ReplicaEngine(model, plan, recipe.train, order.deepspeed, make_schedule(recipe.train, steps))
     recorder = Recorder(_sinks(recipe, run, console, steps) if world.rank == 0 else [])
     observer = Observer(
-        recorder=recorder, comm=timer, memory=MemoryMeter(), model_flops=order.model_flops,
+        recorder=recorder,
+        comm=timer,
+        memory=MemoryMeter(),
+        model_flops=order.model_flops,
         peak_flops=order.peak_flops * world.size,
-    )  # fmt: skip
+    )
     share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)
     data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)
     info = {"recipe": asdict(recipe), "plan": asdict(plan), "deepspeed": order.deepspeed, "run_dir": str(run.path)}
