@@ -7,12 +7,14 @@ from importlib.metadata import entry_points
 
 from strategies.base import Proposal, Strategy
 from strategies.data_parallel import DataParallel
+from strategies.pipeline import Pipeline
 from strategies.zero import Zero
 from toolkit.plan import Job
 
 STRATEGIES: dict[str, Strategy] = {
     "data_parallel": DataParallel(),
     "zero": Zero(),
+    "pipeline": Pipeline(),
 }
 
 

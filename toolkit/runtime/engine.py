@@ -10,10 +10,11 @@ import deepspeed
 import torch
 from torch.nn.functional import cross_entropy
 
-from toolkit.plan import Plan
 from toolkit.recipe import Train
 from toolkit.runtime.data import IGNORE, MicroBatch
-from toolkit.runtime.distributed import all_sum, device
+from toolkit.runtime.distributed import device
+from toolkit.runtime.grad_norm import clip_gradients
+from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.schedule import Schedule
 
 
@@ -43,28 +44,31 @@ class Engine(Protocol):
 
 
 class ReplicaEngine:
-    """Data parallel and ZeRO: each rank holds a replica, or its shards of one."""
+    """Data parallel, ZeRO and tensor parallel: a replica is one model, whole or in shards, called in one piece."""
 
     def __init__(
-        self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule
+        self,
+        model: torch.nn.Module,
+        mesh: Mesh,
+        train: Train,
+        config: dict[str, Any],
+        schedule: Schedule,
+        unit: TensorUnit | None = None,
     ) -> None:
-        self._plan = plan
-        self._scale = float(plan.global_batch if train.grad_reduce == "sum" else 1)
-        self._norm = 0.0
+        self._mesh = mesh
+        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+            mpu=unit,
         )
-        self._plain = plan.zero_stage == 0 and plan.precision == "fp32"
-        if self._plain:
-            # DeepSpeed (0.19) clips plain fp32 gradients without telling their norm; this tells it, clipping alike.
-            self._engine.clip_fp32_gradients = lambda: self._measure(self._engine.gradient_clipping())
+        self._norm = NormMeter(self._engine, mesh)
 
     @property
     def replica(self) -> int:
-        return int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+        return self._mesh.data
 
     @property
     def module(self) -> torch.nn.Module:
@@ -72,37 +76,55 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        tokens = int(all_sum(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+        plan = self._mesh.plan
+        tokens = counted_tokens(batch, self._mesh)
         # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
-        weight = self._scale * self._plan.grad_accum * self._plan.dp / max(tokens, 1)
+        weight = self._scale * plan.grad_accum * plan.dp / max(tokens, 1)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         for micro in batch:
-            loss = self._loss_sum(micro.to(device()))
+            moved = micro.to(device())
+            loss = summed_loss(self._engine(**moved.inputs()).logits, moved.labels)
             total += loss.detach()
             self._engine.backward(loss * weight)
-            if (
-                self._plain
-                and self._engine.gradient_clipping() == 0
-                and self._engine.is_gradient_accumulation_boundary()
-            ):
-                self._measure(float("inf"))
             self._engine.step()
-        return StepResult(loss=all_sum(total) / max(tokens, 1), tokens=tokens, grad_norm=self._grad_norm(), lr=lr)
+        mean = self._mesh.sum_over_data(total) / max(tokens, 1)
+        return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr)
 
-    def _loss_sum(self, micro: MicroBatch) -> torch.Tensor:
-        inputs = {"input_ids": micro.input_ids, "use_cache": False}
-        if micro.attention_mask is not None:
-            inputs["attention_mask"] = micro.attention_mask
-        logits = self._engine(**inputs).logits
-        return cross_entropy(logits.flatten(0, 1).float(), micro.labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
-    def _measure(self, max_norm: float) -> None:
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+class NormMeter:
+    """The gradient norm of the last step, whatever the optimizer.
 
-    def _grad_norm(self) -> float:
+    DeepSpeed (0.19) tells it under ZeRO and in 16 bits. Plain fp32 gradients it clips without telling, in a pipeline
+    by the first stage's norm and with tied weights counted twice; there we measure and clip ourselves.
+    """
+
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
+        self._engine = engine
+        self._mesh = mesh
+        self._norm = float("nan")
+        self._plain = mesh.plan.zero_stage == 0 and mesh.plan.precision == "fp32"
+        if self._plain:
+            limit = engine.gradient_clipping() or float("inf")
+            engine.gradient_clipping = lambda: limit  # above 0: the engine then calls what follows at every step
+            engine.clip_fp32_gradients = lambda: self._clip(limit)
+
+    def last(self) -> float:
+        """Before clipping."""
         if self._plain:
             return self._norm
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
+
+    def _clip(self, limit: float) -> None:
+        self._norm = clip_gradients(self._engine.module.parameters(), self._mesh, limit)
+
+
+def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
+    """Tokens of the global batch that the loss counts."""
+    return int(mesh.sum_over_data(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy added up over counted tokens: a number even where none counts."""
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")

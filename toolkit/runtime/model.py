@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +52,11 @@ def skeleton(section: Model) -> PreTrainedModel:
     return _made(section, make)
 
 
+def vocabulary(section: Model) -> int:
+    """Rows of the model's token table."""
+    return int(skeleton(section).get_input_embeddings().num_embeddings)
+
+
 def open_weights(section: Model, seed: int) -> Weights:
     """Where the recipe's first weights are read from."""
     empty = skeleton(section)
@@ -64,12 +69,16 @@ def open_weights(section: Model, seed: int) -> Weights:
     return HostWeights(_whole(section, seed))
 
 
-def fill(model: torch.nn.Module, weights: Weights) -> None:
-    """Give every parameter that is on the meta device its weights; a shard keeps its slice only."""
-    empty = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
+def fill(
+    model: torch.nn.Module, weights: Weights, named: Mapping[str, torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """Give parameters of a skeleton their weights; a shard keeps its slice only. The new parameters, by name."""
+    empty = dict(model.named_parameters()) if named is None else named
     where = sites(model)
+    filled = dict(empty)
     for name, whole in weights.read(empty):
-        replace_parameter(where, empty[name], own_slice(empty[name], whole))
+        filled[name] = replace_parameter(where, empty[name], own_slice(empty[name], whole))
+    return filled
 
 
 def _whole(section: Model, seed: int) -> PreTrainedModel:

@@ -12,13 +12,13 @@ from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
 from toolkit.run_dir import RunDir
 from toolkit.runtime import comm_timer
+from toolkit.runtime.build import Site, build_engine
 from toolkit.runtime.console import ConsoleSink
 from toolkit.runtime.data import Order, Samples, load_samples
 from toolkit.runtime.distributed import World, gather_objects
-from toolkit.runtime.engine import ReplicaEngine
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import JsonlSink, Recorder, Sink
-from toolkit.runtime.model import build_model, check_same_weights, recompute_layers
+from toolkit.runtime.model import vocabulary
 from toolkit.runtime.tokenizer import load_tokenizer
 from toolkit.runtime.trainer import Observer, Share, train
 from toolkit.runtime.wandb_sink import WandbSink
@@ -28,14 +28,17 @@ from toolkit.schedule import make_schedule
 def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> None:
     """Train as this rank; rank 0 records."""
     recipe, plan = order.recipe, order.plan
-    model = build_model(recipe.model, recipe.train.seed)
-    samples = _samples(recipe, model.get_input_embeddings().num_embeddings)
+    samples = _samples(recipe, vocabulary(recipe.model))
     steps = num_steps(recipe, len(samples))
-    check_same_weights(model)
-    if plan.recompute == "full":
-        recompute_layers(model)
     timer = comm_timer.install()
-    engine = ReplicaEngine(model, plan, recipe.train, order.deepspeed, make_schedule(recipe.train, steps))
+    site = Site(
+        model=recipe.model,
+        train=recipe.train,
+        plan=plan,
+        deepspeed=order.deepspeed,
+        schedule=make_schedule(recipe.train, steps),
+    )
+    engine = build_engine(site, world)
     recorder = Recorder(_sinks(recipe, run, console, steps) if world.rank == 0 else [])
     observer = Observer(
         recorder=recorder,
