@@ -7,14 +7,18 @@ from importlib.metadata import entry_points
 
 from strategies.base import Proposal, Strategy
 from strategies.data_parallel import DataParallel
+from strategies.hybrid import Hybrid
 from strategies.pipeline import Pipeline
+from strategies.tensor_parallel import TensorParallel
 from strategies.zero import Zero
 from toolkit.plan import Job
 
 STRATEGIES: dict[str, Strategy] = {
     "data_parallel": DataParallel(),
     "zero": Zero(),
+    "tensor_parallel": TensorParallel(),
     "pipeline": Pipeline(),
+    "hybrid": Hybrid(),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,8 +54,10 @@ class ReplicaEngine:
         config: dict[str, Any],
         schedule: Schedule,
         unit: TensorUnit | None = None,
+        after_backward: Callable[[], None] | None = None,
     ) -> None:
         self._mesh = mesh
+        self._after_backward = after_backward
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -87,9 +89,15 @@ class ReplicaEngine:
             loss = summed_loss(self._engine(**moved.inputs()).logits, moved.labels)
             total += loss.detach()
             self._engine.backward(loss * weight)
+            self._check_once()
             self._engine.step()
         mean = self._mesh.sum_over_data(total) / max(tokens, 1)
         return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr)
+
+    def _check_once(self) -> None:
+        check, self._after_backward = self._after_backward, None
+        if check is not None:
+            check()
 
 
 class NormMeter:

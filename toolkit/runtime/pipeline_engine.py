@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -23,8 +23,17 @@ from toolkit.schedule import Schedule
 class PipelineRun:
     """One rank of a pipeline."""
 
-    def __init__(self, stage: Stage, mesh: Mesh, train: Train, config: dict[str, Any], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        train: Train,
+        config: dict[str, Any],
+        schedule: Schedule,
+        after_backward: Callable[[], None] | None = None,
+    ) -> None:
         self._mesh = mesh
+        self._after_backward = after_backward
         self._stage = stage
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         module = StagedModule(stage, mesh)
@@ -52,6 +61,9 @@ class PipelineRun:
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
         loss = self._engine.train_batch(_nothing())
+        if self._after_backward is not None:
+            self._after_backward()
+            self._after_backward = None
         return StepResult(loss=loss.squeeze() / self._scale, tokens=tokens, grad_norm=self._norm.last(), lr=lr)
 
 

@@ -22,7 +22,7 @@ GRACE_SECONDS = 5.0
 
 def run_warm(commands: Sequence[Command]) -> list[int]:
     """Run worker commands in forked processes; their exit codes. When one fails, the rest are ended."""
-    context = _context()
+    context = warm_context()
     processes = [context.Process(target=_enter, args=(command.argv, dict(command.env))) for command in commands]
     for process in processes:
         process.start()
@@ -41,7 +41,8 @@ def run_warm(commands: Sequence[Command]) -> list[int]:
 
 
 @functools.cache
-def _context() -> ForkServerContext:
+def warm_context() -> ForkServerContext:
+    """Processes forked from a server that has the slow imports behind it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.runtime.preload"])

@@ -47,6 +47,16 @@ def layout_of(parameter: torch.nn.Parameter) -> Layout | None:
     return getattr(parameter, "shard_layout", None)
 
 
+def mark_partial(parameter: torch.nn.Parameter) -> None:
+    """Say that each tensor rank finds only a part of a whole parameter's gradient."""
+    parameter.partial_gradient = True  # type: ignore[attr-defined]
+
+
+def is_partial(parameter: torch.nn.Parameter) -> bool:
+    """Whether gradients of tensor ranks must be summed."""
+    return getattr(parameter, "partial_gradient", False)
+
+
 def own_slice(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
     """What a rank keeps of a whole tensor, in storage of its own."""
     layout = layout_of(parameter)
@@ -73,6 +83,8 @@ def replace_parameter(where: Sites, old: torch.nn.Parameter, data: torch.Tensor)
     layout = layout_of(old)
     if layout:
         mark_shard(new, layout)
+    if is_partial(old):
+        mark_partial(new)
     for module, key in where[id(old)]:
         module._parameters[key] = new
     return new
