@@ -1,0 +1,223 @@
+"""Proof of a split on a small twin of the model: float64, one process, against the whole model.
+
+Tensor ranks are threads and pipeline stages follow one another, so nothing but the split itself is tried:
+a right one agrees with the whole model to rounding, a wrong one names the parameters whose gradients are off.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.plan import Plan
+from toolkit.recipe import Model
+from toolkit.runtime.data import IGNORE, MicroBatch
+from toolkit.runtime.engine import summed_loss
+from toolkit.runtime.model import build_model, fill, load_config, open_weights, skeleton
+from toolkit.runtime.pipeline_split import SplitRefused, analyse, find_layers
+from toolkit.runtime.pipeline_stage import Stage
+from toolkit.runtime.shards import Layout, layout_of
+from toolkit.runtime.tensor_collectives import TensorGroup
+from toolkit.runtime.tensor_parallel import shard, sum_partial_gradients
+from toolkit.runtime.tiny import VOCABULARY, tiny_config
+from toolkit.stages import even_bounds
+
+TOLERANCE = 1e-4
+"""Relative error of a parameter's gradient; rounding is near 1e-12, up to 1e-7 where a model casts to fp32 inside."""
+FLOOR = 1e-6
+"""Gradients below this part of the whole norm are rounding themselves."""
+SEED = 0
+MOST_STAGES = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a split gives the whole model's loss and gradients."""
+
+    ok: bool
+    reason: str = ""
+
+
+class ThreadGroup(TensorGroup):
+    """Tensor ranks that are threads of one process."""
+
+    def __init__(self, index: int, ranks: int, barrier: threading.Barrier, board: list[Any]) -> None:
+        super().__init__(None, index, ranks)
+        self._barrier = barrier
+        self._board = board
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(tensor)).sum(0)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._board[self.index] = tensor.detach()
+        self._barrier.wait()
+        parts = [part.clone() for part in self._board]
+        self._barrier.wait()
+        return parts
+
+
+def thread_groups(ranks: int) -> list[ThreadGroup]:
+    """Groups of as many threads."""
+    barrier, board = threading.Barrier(ranks), [None] * ranks
+    return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
+
+
+def prove(section: Model, plan: Plan) -> Verdict:
+    """The verdict on a plan's tensor and pipeline axes for the recipe's model."""
+    heads = max(4, 2 * plan.tp)
+    config = tiny_config(load_config(section), heads)
+    twin = Model(config=config, init="scratch", precision="fp32", attention=section.attention)
+    try:
+        expected = _whole(twin)
+    except Exception as error:
+        return Verdict(False, f"a small twin of {config['model_type']} does not train in one process: {_line(error)}")
+    try:
+        return _compare(twin, plan.tp, min(plan.pp, MOST_STAGES), expected)
+    except SplitRefused as error:
+        return Verdict(False, _line(error))
+    except Exception as error:
+        return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {_line(error)}")
+
+
+def batches() -> list[MicroBatch]:
+    """A full batch, and one padded on the right."""
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.randint(3, VOCABULARY - 1, (2, 17), generator=generator)
+    full = MicroBatch(ids[:, :-1], ids[:, 1:])
+    mask = torch.ones_like(full.input_ids)
+    mask[0, 10:] = 0
+    return [full, MicroBatch(full.input_ids * mask, full.labels.masked_fill(mask == 0, IGNORE), mask)]
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the whole model gives, batch by batch."""
+
+    batches: list[MicroBatch]
+    losses: list[float]
+    gradients: list[Gradients]
+
+
+def _whole(twin: Model) -> _Expected:
+    used, losses, gradients = [], [], []
+    for micro in batches():
+        model = _exact(build_model(twin, SEED))
+        try:
+            loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)
+            loss.backward()
+        except Exception:
+            if micro.attention_mask is None:
+                raise
+            continue  # this type takes no mask: then it is not trained on padded data
+        used.append(micro)
+        losses.append(float(loss))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return _Expected(used, losses, gradients)
+
+
+def _compare(twin: Model, tp: int, pp: int, expected: _Expected) -> Verdict:
+    for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
+        groups = thread_groups(tp)
+        parts = [_parts(twin, group if tp > 1 else None, pp) for group in groups]
+        with ThreadPoolExecutor(tp) as pool:
+            runs = [pool.submit(_run, part, micro, group) for part, group in zip(parts, groups, strict=True)]
+            found = [run.result() for run in runs]
+        padded = " on padded data" if micro.attention_mask is not None else ""
+        if abs(found[0] - loss) > TOLERANCE * abs(loss):
+            return Verdict(False, f"the loss{padded} is {found[0]:.6f}; the whole model's is {loss:.6f}")
+        wrong = sorted({name for part in parts for name in _wrong(part, gradients)})
+        if wrong:
+            return Verdict(False, f"gradients{padded} of {len(wrong)} parameters are off, first {', '.join(wrong[:3])}")
+    return Verdict(True)
+
+
+def _parts(twin: Model, group: TensorGroup | None, pp: int) -> list[Any]:
+    """One tensor rank's part of the model: its stages, or the model itself."""
+    weights = open_weights(twin, SEED)
+    if pp == 1:
+        model = skeleton(twin)
+        if group:
+            shard(model, group)
+        fill(model, weights)
+        return [_finished(model, group)]
+    bounds = even_bounds(len(find_layers(skeleton(twin))[1]), pp)
+    split = analyse(skeleton(twin), bounds)
+    stages = []
+    for index in range(pp):
+        model = skeleton(twin)
+        if group:
+            shard(model, group, _owned_by(split.owners, index))
+        stage = Stage(model, split, index, torch.float64)
+        stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
+        _finished(model, group)
+        stages.append(stage)
+    return stages
+
+
+def _owned_by(owners: Any, stage: int) -> Callable[[str], bool]:
+    return lambda name: stage in owners[name]
+
+
+def _finished(model: PreTrainedModel, group: TensorGroup | None) -> PreTrainedModel:
+    _exact(model)
+    if group:
+        sum_partial_gradients(model, group)
+    return model
+
+
+def _exact(model: PreTrainedModel) -> PreTrainedModel:
+    """In float64, with experts computed one by one: grouped products have no float64."""
+    for config in (model.config, model.config.get_text_config()):
+        config._experts_implementation = "eager"
+    return model.double().train()
+
+
+def _run(parts: Sequence[Any], micro: MicroBatch, group: ThreadGroup) -> float:
+    try:
+        if not isinstance(parts[0], Stage):
+            loss = summed_loss(parts[0](**micro.inputs()).logits.double(), micro.labels)
+        else:
+            value: Any = None
+            for stage in parts:
+                stage.feed([micro], 1.0)
+                value = stage(value)
+            loss = value
+        loss.backward()
+        return float(loss)
+    except BaseException:
+        group._barrier.abort()
+        raise
+
+
+def _wrong(parts: Sequence[Any], expected: Gradients) -> list[str]:
+    """Parameters of one tensor rank whose gradients are not the whole model's."""
+    found: dict[str, torch.Tensor] = {}
+    layouts: dict[str, Layout | None] = {}
+    for part in parts:
+        named = part.parameters_by_name if isinstance(part, Stage) else dict(part.named_parameters())
+        for name, parameter in named.items():
+            layouts[name] = layout_of(parameter)
+            if parameter.grad is not None:
+                found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    return [name for name, g in expected.items() if name in layouts and _off(g, layouts[name], found.get(name), norm)]
+
+
+def _off(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None, norm: float) -> bool:
+    piece = layout.take(whole) if layout else whole
+    difference = float((piece - found).norm()) if found is not None else float(piece.norm())
+    return not difference <= TOLERANCE * float(piece.norm()) + FLOOR * norm
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
