@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {
     "plan": "rank every plan for a recipe, with memory and time, and say why others are refused",
     "train": "plan, write the run directory, launch and watch the workers",
     "parity": "run a recipe under each strategy against one process and compare losses and gradient norms",
+    "coverage": "train tiny models of every type under each strategy against one process",
     "strategies": "list the strategy registry",
     "keys": "list every recipe key with its type, default and meaning",
 }

@@ -76,9 +76,12 @@ def _enter(directory: str, rank: int, size: int, port: int, function: Callable[.
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
+        import torch
+
         from toolkit.runtime import distributed
 
         distributed.join(distributed.World.from_env(os.environ))
+        torch.set_num_threads(1)  # what runs here is tiny: threads would only wait for one another
         answer = function(*args)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]

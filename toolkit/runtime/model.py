@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers.initialization import no_init_weights
 
 from toolkit.errors import BadInput
 from toolkit.recipe import Lora, Model
@@ -44,7 +45,7 @@ def skeleton(section: Model) -> PreTrainedModel:
 
     def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
         # Under `torch.device("meta")` rotary tables would stay there too.
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **options)
         model.tie_weights()  # accelerate (1.15) makes a new parameter at every assignment, which breaks ties
         return model

@@ -45,7 +45,7 @@ def shard(model: PreTrainedModel, group: TensorGroup, owned: Callable[[str], boo
     """Cut a skeleton into this rank's shards; modules without an owned parameter stay whole."""
     plan, attention = tensor_styles(model, group.ranks)
     modules = dict(model.named_modules())
-    sharder = styles.Sharder(group)
+    sharder = styles.Sharder(model, group)
     named = {id(p): name for name, p in model.named_parameters()}
     chosen = {name: style for name, style in plan.items() if _is_owned(model, modules, name, named, owned)}
     for name, style in chosen.items():

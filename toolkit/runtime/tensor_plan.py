@@ -26,6 +26,15 @@ CORRECTIONS: dict[str, dict[str, str]] = {
 }
 """Where transformers' plan is wrong: the float64 twin finds these."""
 
+WHOLE_HEADS: dict[str, str] = {
+    "big_bird": "block-sparse attention reshapes by the config's head count",
+    "cpmant": "its position bias is made for all heads",
+    "doge": "its dynamic mask is made for all heads",
+    "mpt": "its ALiBi bias is made for all heads",
+    "trocr": "attention reshapes by the config's head count",
+}
+"""Types whose attention needs all heads on every rank: every linear is gathered by itself."""
+
 GATHERED = {
     "colwise": "colwise_gather_output",
     "packed_colwise": "colwise_gather_output",
@@ -43,9 +52,10 @@ LARGE_TABLE = 512
 
 def tensor_styles(model: PreTrainedModel, ranks: int) -> tuple[Styles, list[str]]:
     """Style by name, and the attention modules whose head counts must be divided."""
-    styles = _own_plan(model)
+    whole_heads = model.config.model_type in WHOLE_HEADS
+    styles: Styles = {} if whole_heads else _own_plan(model)
     heads: list[str] = []
-    if len({_starred(name) for name in styles}) <= 1:  # at most the head: no plan for the layers
+    if len({_starred(name) for name in styles}) <= 1 and not whole_heads:  # at most the head: no plan for the layers
         pairs, heads = find_pairs(model, ranks)
         styles |= pairs
     styles = _gather_where_needed(model, styles, ranks)

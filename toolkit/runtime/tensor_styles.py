@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.runtime.shards import Layout, mark_partial, mark_shard, shares
+from toolkit.runtime.shards import Layout, layout_of, mark_partial, mark_shard, shares, sites
 from toolkit.runtime.tensor_collectives import TensorGroup, copy_in, cut_in, join_out, sum_out, whole_weight
 
 Forward = Callable[..., Any]
@@ -21,25 +21,27 @@ Forward = Callable[..., Any]
 class Sharder:
     """Cuts parameters of one model; a shared parameter is cut once and stays shared."""
 
-    def __init__(self, group: TensorGroup) -> None:
+    def __init__(self, model: torch.nn.Module, group: TensorGroup) -> None:
         self.group = group
-        self._made: dict[tuple[int, int, int], tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+        self._sites = sites(model)
+        self._whole = list(model.parameters())  # kept, so that no identity is given to another
 
     def cut(self, module: torch.nn.Module, key: str, dim: int, packs: int = 1) -> None:
-        """Replace a parameter, if the module has it, by this rank's slice."""
+        """Replace a parameter, if the module has it and it is not cut yet, by this rank's slice wherever it is held."""
         whole = module._parameters.get(key)
-        if whole is None:
+        if whole is None or layout_of(whole) is not None:
             return
-        dim %= whole.ndim
-        known = (id(whole), dim, packs)
-        if known not in self._made:
-            layout = Layout(
-                dim=dim, index=self.group.index, ranks=self.group.ranks, shape=tuple(whole.shape), packs=packs
-            )
-            piece = torch.nn.Parameter(layout.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
-            mark_shard(piece, layout)
-            self._made[known] = (piece, whole)  # with the whole, so that its identity is not given to another
-        module._parameters[key] = self._made[known][0]
+        layout = Layout(
+            dim=dim % whole.ndim,
+            index=self.group.index,
+            ranks=self.group.ranks,
+            shape=tuple(whole.shape),
+            packs=packs,
+        )
+        piece = torch.nn.Parameter(layout.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
+        mark_shard(piece, layout)
+        for holder, name in self._sites[id(whole)]:
+            holder._parameters[name] = piece
 
 
 def wrap(module: torch.nn.Module, forward: Callable[[Forward], Forward]) -> None:
@@ -57,6 +59,12 @@ def is_wrapped(module: torch.nn.Module) -> bool:
     return getattr(type(module), "in_shards", False)
 
 
+def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+    """Of a parameter that may be cut already, because another module shares it."""
+    layout = layout_of(parameter)
+    return layout.shape if layout else tuple(parameter.shape)
+
+
 def output_dim(module: torch.nn.Module) -> int:
     """The dimension of a linear's weight that makes its output."""
     return 1 if isinstance(module, Conv1D) else 0
@@ -64,7 +72,7 @@ def output_dim(module: torch.nn.Module) -> int:
 
 def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int = 1) -> None:
     """Each rank computes its share of the output; `gather` puts the output together again."""
-    group, size = sharder.group, module.weight.shape[output_dim(module)]
+    group, size = sharder.group, whole_shape(module.weight)[output_dim(module)]
     sharder.cut(module, "weight", output_dim(module), packs)
     sharder.cut(module, "bias", 0, packs)
     if isinstance(module, Conv1D):
@@ -98,8 +106,8 @@ def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
 
 def vocabulary(module: torch.nn.Embedding, sharder: Sharder) -> None:
     """Each rank holds a range of tokens; rows of others are zeros until the sum."""
-    group, rows_ = sharder.group, module.weight.shape[0]
-    sizes = shares(rows_, group.ranks)
+    group = sharder.group
+    sizes = shares(whole_shape(module.weight)[0], group.ranks)
     start = sum(sizes[: group.index])
     end = start + sizes[group.index]
     sharder.cut(module, "weight", 0)

@@ -22,10 +22,6 @@ _HEAD_KEYS = (
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-_DROPOUT_KEYS = (
-    "attention_dropout", "hidden_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "activation_dropout",
-    "hidden_dropout_prob", "attention_probs_dropout_prob",
-)  # fmt: skip
 _SIZES = {
     "vocab_size": VOCABULARY,
     "head_dim": HEAD_DIM,
@@ -53,13 +49,13 @@ _SIZES = {
 
 def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
     """A config of the same type with the same flags and small sizes, as `model.config` of a recipe has it."""
-    sizes = _sizes(heads, dropout)
+    sizes = _sizes(heads)
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
     values = {key: value for key, value in sizes.items() if _has(base, key)}
     kinds = getattr(base, "layer_types", None)
     if kinds:
         values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _round(kinds), strict=False)]
-    return {**flags, **values, "model_type": base.model_type}
+    return {**flags, **values, **_noise(base, dropout), "model_type": base.model_type}
 
 
 def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
@@ -67,7 +63,7 @@ def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[
     return tiny_config(CONFIG_MAPPING[model_type](), heads, dropout)
 
 
-def _sizes(heads: int, dropout: float) -> dict[str, Any]:
+def _sizes(heads: int) -> dict[str, Any]:
     width = heads * HEAD_DIM
     groups: list[tuple[Iterable[str], Any]] = [
         (_WIDTH_KEYS, width),
@@ -77,9 +73,15 @@ def _sizes(heads: int, dropout: float) -> dict[str, Any]:
         (_LAYER_KEYS, LAYERS),
         (_POSITION_KEYS, POSITIONS),
         (_EXPERT_KEYS, 4),
-        (_DROPOUT_KEYS, dropout),
     ]
     return {**_SIZES, **{key: value for keys, value in groups for key in keys}}
+
+
+def _noise(base: PretrainedConfig, dropout: float) -> dict[str, float]:
+    """Everything that draws random numbers in a forward pass: dropout as wanted, the rest off."""
+    rates = {key: value for key, value in base.to_dict().items() if isinstance(value, float)}
+    off = {key: 0.0 for key in rates if "jitter" in key or "layerdrop" in key}
+    return off | {key: dropout for key in rates if key not in off and ("dropout" in key or "pdrop" in key)}
 
 
 def _has(base: PretrainedConfig, key: str) -> bool:

@@ -75,11 +75,11 @@ def prove(section: Model, plan: Plan) -> Verdict:
     config = tiny_config(load_config(section), heads)
     twin = Model(config=config, init="scratch", precision="fp32", attention=section.attention)
     try:
-        expected = _whole(twin)
+        kind, expected = _first_that_trains(twin)
     except Exception as error:
         return Verdict(False, f"a small twin of {config['model_type']} does not train in one process: {_line(error)}")
     try:
-        return _compare(twin, plan.tp, min(plan.pp, MOST_STAGES), expected)
+        return _compare(twin, plan.tp, min(plan.pp, MOST_STAGES), kind, expected)
     except SplitRefused as error:
         return Verdict(False, _line(error))
     except Exception as error:
@@ -108,10 +108,18 @@ class _Expected:
     gradients: list[Gradients]
 
 
-def _whole(twin: Model) -> _Expected:
+def _first_that_trains(twin: Model) -> tuple[torch.dtype, _Expected]:
+    """In float64; in float32 where a model has constants that float64 can't hold together (xglm)."""
+    try:
+        return torch.float64, _whole(twin, torch.float64)
+    except Exception:
+        return torch.float32, _whole(twin, torch.float32)
+
+
+def _whole(twin: Model, kind: torch.dtype) -> _Expected:
     used, losses, gradients = [], [], []
     for micro in batches():
-        model = _exact(build_model(twin, SEED))
+        model = _exact(build_model(twin, SEED), kind)
         try:
             loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)
             loss.backward()
@@ -125,10 +133,10 @@ def _whole(twin: Model) -> _Expected:
     return _Expected(used, losses, gradients)
 
 
-def _compare(twin: Model, tp: int, pp: int, expected: _Expected) -> Verdict:
+def _compare(twin: Model, tp: int, pp: int, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
         groups = thread_groups(tp)
-        parts = [_parts(twin, group if tp > 1 else None, pp) for group in groups]
+        parts = [_parts(twin, group if tp > 1 else None, pp, kind) for group in groups]
         with ThreadPoolExecutor(tp) as pool:
             runs = [pool.submit(_run, part, micro, group) for part, group in zip(parts, groups, strict=True)]
             found = [run.result() for run in runs]
@@ -141,7 +149,7 @@ def _compare(twin: Model, tp: int, pp: int, expected: _Expected) -> Verdict:
     return Verdict(True)
 
 
-def _parts(twin: Model, group: TensorGroup | None, pp: int) -> list[Any]:
+def _parts(twin: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> list[Any]:
     """One tensor rank's part of the model: its stages, or the model itself."""
     weights = open_weights(twin, SEED)
     if pp == 1:
@@ -149,7 +157,7 @@ def _parts(twin: Model, group: TensorGroup | None, pp: int) -> list[Any]:
         if group:
             shard(model, group)
         fill(model, weights)
-        return [_finished(model, group)]
+        return [_finished(model, group, kind)]
     bounds = even_bounds(len(find_layers(skeleton(twin))[1]), pp)
     split = analyse(skeleton(twin), bounds)
     stages = []
@@ -157,9 +165,9 @@ def _parts(twin: Model, group: TensorGroup | None, pp: int) -> list[Any]:
         model = skeleton(twin)
         if group:
             shard(model, group, _owned_by(split.owners, index))
-        stage = Stage(model, split, index, torch.float64)
+        stage = Stage(model, split, index, kind)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
-        _finished(model, group)
+        _finished(model, group, kind)
         stages.append(stage)
     return stages
 
@@ -168,18 +176,18 @@ def _owned_by(owners: Any, stage: int) -> Callable[[str], bool]:
     return lambda name: stage in owners[name]
 
 
-def _finished(model: PreTrainedModel, group: TensorGroup | None) -> PreTrainedModel:
-    _exact(model)
+def _finished(model: PreTrainedModel, group: TensorGroup | None, kind: torch.dtype) -> PreTrainedModel:
+    _exact(model, kind)
     if group:
         sum_partial_gradients(model, group)
     return model
 
 
-def _exact(model: PreTrainedModel) -> PreTrainedModel:
-    """In float64, with experts computed one by one: grouped products have no float64."""
+def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
+    """In the twin's precision, with experts computed one by one: grouped products have no float64."""
     for config in (model.config, model.config.get_text_config()):
         config._experts_implementation = "eager"
-    return model.double().train()
+    return model.to(kind).train()
 
 
 def _run(parts: Sequence[Any], micro: MicroBatch, group: ThreadGroup) -> float:
