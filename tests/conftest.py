@@ -77,6 +77,12 @@ class Finished:
 Trainer = Callable[..., Finished]
 
 
+@pytest.fixture(scope="session")
+def references() -> dict[tuple[str, ...], Finished]:
+    """Runs in one process that several tests compare with: overrides → run."""
+    return {}
+
+
 @pytest.fixture
 def train(recipe_mapping: dict[str, Any], tmp_path: Path) -> Trainer:
     """`train(*overrides, nproc=2)`: a real run in real processes."""

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from tests.conftest import Trainer
+from tests.conftest import Finished, Trainer
 
 from toolkit.parity import largest_difference
 
 LOSS, NORM = 1e-5, 1e-4
 
 
-def assert_same(train: Trainer, *overrides: str, base: tuple[str, ...] = (), nproc: int = 2) -> None:
-    """A run with the overrides against one process of the same job."""
-    one = train(*base, "strategy.name=data_parallel", nproc=1)
-    other = train(*base, *overrides, nproc=nproc)
+Check = Callable[..., None]
+
+
+@pytest.fixture
+def assert_same(train: Trainer, references: dict[tuple[str, ...], Finished]) -> Check:
+    """`assert_same(*overrides, base=(), nproc=2)`: a run with the overrides against one process of the same job."""
+
+    def check(*overrides: str, base: tuple[str, ...] = (), nproc: int = 2) -> None:
+        if base not in references:
+            references[base] = train(*base, "strategy.name=data_parallel", nproc=1)
+        compare(references[base], train(*base, *overrides, nproc=nproc))
+
+    return check
+
+
+def compare(one: Finished, other: Finished) -> None:
     assert len(one.losses) == 4
     assert largest_difference(one.losses, other.losses) <= LOSS
     assert largest_difference(one.norms, other.norms) <= NORM
@@ -34,35 +48,35 @@ def assert_same(train: Trainer, *overrides: str, base: tuple[str, ...] = (), npr
     ],
     ids=lambda o: "+".join(part.split("=")[1] for part in o),
 )
-def test_strategies_are_loss_identical(train: Trainer, overrides: tuple[str, ...]) -> None:
-    assert_same(train, *overrides)
+def test_strategies_are_loss_identical(assert_same: Check, overrides: tuple[str, ...]) -> None:
+    assert_same(*overrides)
 
 
-def test_hpz_on_four_processes(train: Trainer) -> None:
+def test_hpz_on_four_processes(assert_same: Check) -> None:
     axes = ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=hpz", "strategy.zero_group=2")
-    assert_same(train, *axes, nproc=4)
+    assert_same(*axes, nproc=4)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_uneven_token_counts_weigh_alike(train: Trainer, stage: int) -> None:
+def test_uneven_token_counts_weigh_alike(assert_same: Check, stage: int) -> None:
     """Without packing, replicas count different numbers of tokens: a mean of means would be off by percents."""
     name = "zero" if stage else "data_parallel"
     base = ("data.packing=false", "data.seq_len=64")
-    assert_same(train, f"strategy.name={name}", f"strategy.zero_stage={stage}", "strategy.micro_batch=1", base=base)
+    assert_same(f"strategy.name={name}", f"strategy.zero_stage={stage}", "strategy.micro_batch=1", base=base)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_tight_clipping_under_sgd(train: Trainer, stage: int) -> None:
+def test_tight_clipping_under_sgd(assert_same: Check, stage: int) -> None:
     """Adam hides a wrong scale of gradients; SGD with a clip that always bites does not."""
     name = "zero" if stage else "data_parallel"
     base = ("train.optimizer=sgd", "train.lr=1.0", "train.grad_clip=0.05")
-    assert_same(train, f"strategy.name={name}", f"strategy.zero_stage={stage}", base=base)
+    assert_same(f"strategy.name={name}", f"strategy.zero_stage={stage}", base=base)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_no_clipping(train: Trainer, stage: int) -> None:
+def test_no_clipping(assert_same: Check, stage: int) -> None:
     name = "zero" if stage else "data_parallel"
-    assert_same(train, f"strategy.name={name}", f"strategy.zero_stage={stage}", base=("train.grad_clip=0",))
+    assert_same(f"strategy.name={name}", f"strategy.zero_stage={stage}", base=("train.grad_clip=0",))
 
 
 def test_sum_of_gradients_is_the_batch_times_the_mean(train: Trainer) -> None:
@@ -74,18 +88,18 @@ def test_sum_of_gradients_is_the_batch_times_the_mean(train: Trainer) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_stays_near_fp32(train: Trainer, stage: int) -> None:
+def test_bf16_stays_near_fp32(train: Trainer, references: dict[tuple[str, ...], Finished], stage: int) -> None:
     name = "zero" if stage else "data_parallel"
-    exact = train("strategy.name=data_parallel", nproc=1)
+    exact = references.setdefault((), train("strategy.name=data_parallel", nproc=1))
     rough = train(f"strategy.name={name}", f"strategy.zero_stage={stage}", "model.precision=bf16")
     assert largest_difference(exact.losses, rough.losses) <= 2e-2
     assert rough.losses != exact.losses
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_lora_trains_adapters_alike(train: Trainer, stage: int) -> None:
+def test_lora_trains_adapters_alike(assert_same: Check, stage: int) -> None:
     name = "zero" if stage else "data_parallel"
-    assert_same(train, f"strategy.name={name}", f"strategy.zero_stage={stage}", base=("model.lora={rank: 4}",))
+    assert_same(f"strategy.name={name}", f"strategy.zero_stage={stage}", base=("model.lora={rank: 4}",))
 
 
 def test_a_seed_fixes_the_run(train: Trainer) -> None:
