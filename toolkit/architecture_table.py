@@ -28,7 +28,7 @@ LLAMA = decoder(bias="attention_bias", mlp_bias="mlp_bias")
 NO_BIAS = decoder()
 ATTENTION_BIAS = decoder(bias="attention_bias")
 QWEN3 = decoder(bias="attention_bias", qk_norm="head")
-OLMO2 = decoder(bias="attention_bias", qk_norm="all", own_head_dim=False)
+OLMO2 = decoder(bias="attention_bias", qk_norm="all")
 
 DENSE: dict[str, Architecture] = {
     "llama": LLAMA,
@@ -38,7 +38,7 @@ DENSE: dict[str, Architecture] = {
     "mistral": NO_BIAS,
     "ministral": NO_BIAS,
     "ministral3": NO_BIAS,
-    "phi3": decoder(own_head_dim=False),
+    "phi3": NO_BIAS,
     "gemma": ATTENTION_BIAS,
     "gemma2": decoder(bias="attention_bias", norm_count=4),
     "gemma3_text": decoder(bias="attention_bias", norm_count=4, qk_norm="head"),
@@ -55,7 +55,7 @@ DENSE: dict[str, Architecture] = {
     "seed_oss": decoder(bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "exaone4": decoder(qk_norm="head"),
     "hunyuan_v1_dense": QWEN3,
-    "olmo": decoder(bias="attention_bias", vectors=0, own_head_dim=False),
+    "olmo": decoder(bias="attention_bias", vectors=0),
     "olmo2": OLMO2,
     "olmo3": OLMO2,
     "cohere": decoder(
@@ -78,7 +78,7 @@ DENSE: dict[str, Architecture] = {
         bias="attention_bias", qk_norm="head", matrices=2,
         extra=lambda shape, layer: 2 * (shape.get("hidden_act") == "xielu"),
     ),
-    "nanochat": decoder(bias="attention_bias", vectors=0, matrices=2, own_head_dim=False),
+    "nanochat": decoder(bias="attention_bias", vectors=0, matrices=2),
     "bitnet": decoder(bias="attention_bias", extra=lambda shape, layer: shape.hidden + shape.ffn),
     "diffllama": decoder(bias="attention_bias", extra=lambda shape, layer: 4 * shape.head_dim),
     "granite_swa": decoder(bias="attention_bias", mlp_bias="mlp_bias", extra=own.sinks),
@@ -86,14 +86,14 @@ DENSE: dict[str, Architecture] = {
         bias="attention_bias", qk_norm="head", mlp_bias="mlp_bias", extra=own.doge_gates,
         refuses={"is_moe": "experts retrieved by product keys"},
     ),
-    "minicpm3": decoder(attend=latent_attention(), mlp_bias="mlp_bias", **own.MLA),
+    "minicpm3": decoder(attend=latent_attention(), mlp_bias="mlp_bias", **(own.MLA | {"needs": own.MLA["needs"][:3]})),
     "youtu": decoder(attend=latent_attention(), **own.MLA),
 }
 """Decoders whose layers are alike, with one MLP each."""
 
 GPT: dict[str, Architecture] = {
-    "gpt2": gpt(embed=positions(), names={"intermediate_size": "n_inner"}, refuses=CROSS_ATTENTION),
-    "gpt-sw3": gpt(embed=positions(), names={"intermediate_size": "n_inner"}, refuses=CROSS_ATTENTION),
+    "gpt2": gpt(embed=positions(), names={"intermediate_size": "n_inner"}),
+    "gpt-sw3": gpt(embed=positions(), names={"intermediate_size": "n_inner"}),
     "openai-gpt": gpt(embed=positions(), final=nothing),
     "gpt_neo": gpt(bias=False, out_bias=True, embed=positions()),
     "gpt_neox": gpt(bias="attention_bias"),
@@ -107,7 +107,6 @@ GPT: dict[str, Architecture] = {
         embed=positions(),
         kv_heads=lambda shape: 1 if shape.on("multi_query") else shape.heads,
         names={"intermediate_size": "n_inner"},
-        refuses=CROSS_ATTENTION,
     ),
     "gpt_neox_japanese": gpt(
         bias=False,
@@ -135,11 +134,11 @@ GPT: dict[str, Architecture] = {
     ),
     "mpt": gpt(bias=False, mlp_bias=False, vectors=1, names={"max_position_embeddings": "max_seq_len"}),
     "phi": gpt(
-        qk_norm="head+bias", qk_norm_if="qk_layernorm", norm_count=1, final=own.norm_and_head_bias
+        qk_norm="head+bias", qk_norm_if="qk_layernorm", norm_count=1, own_head_dim=True, final=own.norm_and_head_bias
     ),
     "persimmon": gpt(qk_norm="head+bias", qk_norm_if="qk_layernorm"),
     "starcoder2": gpt(bias="use_bias", mlp_bias="use_bias", own_head_dim=True),
-    "xglm": gpt(names={"intermediate_size": "ffn_dim"}, refuses=CROSS_ATTENTION),
+    "xglm": gpt(names={"intermediate_size": "ffn_dim"}),
     "biogpt": gpt(embed=positions(2)),
     "ctrl": gpt(names={"intermediate_size": "dff"}, final=own.norm_and_head_bias),
 }
@@ -147,7 +146,7 @@ GPT: dict[str, Architecture] = {
 
 BERT: dict[str, Architecture] = {
     "bert": bert(),
-    "ernie": bert(refuses={"use_task_id": "a table of task types"}),
+    "ernie": bert(refuses=CROSS_ATTENTION | {"use_task_id": "a table of task types"}),
     "roberta": bert(),
     "camembert": bert(),
     "xlm-roberta": bert(),
@@ -189,10 +188,10 @@ MIXTURES: dict[str, Architecture] = {
         bias="attention_bias", qk_norm="head", experts=Experts(sparse=stepped("num_experts"))
     ),
     "olmoe": decoder(
-        bias="attention_bias", qk_norm="all", own_head_dim=False, experts=Experts(width="intermediate_size")
+        bias="attention_bias", qk_norm="hidden", experts=Experts(width="intermediate_size")
     ),
     "flex_olmo": decoder(
-        bias="attention_bias", qk_norm="all", own_head_dim=False, experts=Experts(width="intermediate_size")
+        bias="attention_bias", qk_norm="all", experts=Experts(width="intermediate_size")
     ),
     "phimoe": decoder(
         bias="attention_bias",
@@ -265,7 +264,7 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "mellum": decoder(bias="attention_bias", qk_norm="head", experts=Experts(sparse=listed(0))),
     "minimax_m2": decoder(qk_norm="all", experts=Experts(width="intermediate_size")),
-    "minimax": decoder(attend=own.minimax_attention, experts=Experts(width="intermediate_size")),
+    "minimax": decoder(attend=own.minimax_attention, layer_types=("full_attention", "linear_attention"), experts=Experts(width="intermediate_size")),
     "afmoe": decoder(
         bias="attention_bias",
         norm_count=4,

@@ -41,11 +41,14 @@ class Architecture:
     """Common key to native key, where transformers itself has no alias."""
     needs: tuple[str, ...] = ()
     """Keys that must not be null."""
+    layer_types: tuple[str, ...] = ()
+    """Entries of `layer_types` that are known, where the count depends on them."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """Keys that change the count in a way that is not known here, with what they bring."""
 
 
 CROSS_ATTENTION = {"add_cross_attention": "attention to an encoder"}
+"""What no GPT-like or BERT-like row counts."""
 
 
 def decoder(
@@ -77,6 +80,7 @@ def decoder(
 def gpt(*, bias: Flag = True, mlp_bias: Flag = True, **rest: Any) -> Architecture:
     """A GPT-2-like row: biases, layer norms with bias, a plain MLP of four times the width unless told otherwise."""
     options: dict[str, Any] = {"vectors": 2, "own_head_dim": False, "ffn": lambda shape: 4 * shape.hidden}
+    options["refuses"] = CROSS_ATTENTION
     return decoder(bias=bias, mlp_bias=mlp_bias, matrices=2, **(options | rest))
 
 

@@ -56,12 +56,15 @@ def resolve(model_type: str, row: Architecture, config: Mapping[str, Any]) -> Sh
     """The numbers of the config, defaults filled in; BadInput names every fault."""
     assumed = defaults(model_type)
     aliases = assumed.aliases
-    given, written = _given(config, aliases)
+    flat = _flat(config)
+    given = {aliases.get(key, key): value for key, value in flat.items()}
+    written = {aliases.get(key, key): key for key in flat}
     values = {**assumed.values, **given}
     core = {key: row.names.get(key, aliases.get(key, key)) for key in (*CORE, *_OPTIONAL)}
     layers = values.get(core["num_hidden_layers"])
     found = _faults(given, written, layers if isinstance(layers, int) else 0)
-    found += _missing(row, values, core)
+    found += _twice(flat, aliases) + _missing(row, values, core)
+    found += _strange_layers(row, values)
     found += [
         Problem(written.get(key, key), f"brings {what}, which the planner can't count for {model_type} yet")
         for key, what in row.refuses.items()
@@ -78,17 +81,24 @@ def resolve(model_type: str, row: Architecture, config: Mapping[str, Any]) -> Sh
 _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
 
 
-def _given(config: Mapping[str, Any], aliases: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The keys that count, by native name, and how the user wrote each; nested ones as `table.key`."""
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that count; nested ones as `table.key`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
             flat |= {f"{key}.{inner}": entry for inner, entry in value.items() if inner in KEYS}
         elif key in KEYS:
             flat[key] = value
-    # A common key beats a native one: transformers sets the fields first, then the aliases.
-    ordered = sorted(flat, key=lambda key: key in aliases)
-    return {aliases.get(key, key): flat[key] for key in ordered}, {aliases.get(key, key): key for key in ordered}
+    return flat
+
+
+def _twice(flat: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Problem]:
+    """Numbers that the config gives under two names, and differently."""
+    return [
+        Problem(key, f"{_short(value)}, but {native}, which is the same number, is {_short(flat[native])}; give one")
+        for key, value in flat.items()
+        if (native := aliases.get(key, key)) != key and native in flat and flat[native] != value
+    ]
 
 
 def _faults(given: Mapping[str, Any], written: Mapping[str, str], layers: int) -> list[Problem]:
@@ -127,6 +137,16 @@ def _missing(row: Architecture, values: Mapping[str, Any], core: Mapping[str, st
     if row.ffn is None and core["intermediate_size"] in values:
         needed.append(core["intermediate_size"])
     return [Problem(key, "is needed and null; give a number") for key in needed if values.get(key) is None]
+
+
+def _strange_layers(row: Architecture, values: Mapping[str, Any]) -> list[Problem]:
+    """Entries of `layer_types` that the row can't count."""
+    given = values.get("layer_types")
+    if not row.layer_types or not isinstance(given, list | tuple):
+        return []
+    strange = [entry for entry in given if entry not in row.layer_types]
+    known = ", ".join(row.layer_types)
+    return [Problem("layer_types", f"{_short(strange[0])} is none of {known}")] if strange else []
 
 
 def _shape(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str], assumed: Defaults) -> Shape:

@@ -86,7 +86,9 @@ def attention(
 
 
 def _qk_norm(kind: str, shape: Shape) -> int:
-    """Norms of queries and keys: over one head, over one head with a bias, or over all heads."""
+    """Norms of queries and keys: over one head (`+bias`: with a bias), over all heads, over the hidden size."""
+    if kind == "hidden":
+        return shape.hidden + shape.hidden // shape.heads * shape.kv_heads
     heads = {"": 0, "head": 2, "head+bias": 4, "all": shape.heads + shape.kv_heads}
     return heads[kind] * shape.head_dim
 
@@ -97,6 +99,7 @@ def latent_attention(bias: Flag = "attention_bias", rope_key: str = "qk_rope_hea
     def term(shape: Shape, layer: int) -> int:
         hidden, heads, rank = shape.hidden, shape.heads, shape.num("q_lora_rank")
         rope, nope, value = shape.num(rope_key), shape.num("qk_nope_head_dim"), shape.num("v_head_dim")
+        value = value or hidden // heads
         latent = shape.num("kv_lora_rank")
         queries = heads * (nope + rope)
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
