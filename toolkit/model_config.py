@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.architecture_table import ARCHITECTURES
-from toolkit.architectures import Architecture
+from toolkit.architectures import ARCHITECTURES
+from toolkit.architectures.row import Architecture
 from toolkit.errors import BadInput, Problem
-from toolkit.model_defaults import FLAGS, KEYS, LISTS, OTHERS, SIZES, Defaults, defaults, known_types, text_types
-from toolkit.model_terms import Experts, Shape
+from toolkit.architectures.defaults import FLAGS, KEYS, LISTS, OTHERS, SIZES, Defaults, defaults, known_types, text_types
+from toolkit.architectures.terms import Experts, Shape
 
 SOURCE = "model config"
 LARGEST = 2**48
@@ -44,7 +44,7 @@ def known_type(model_type: Any) -> str:
         raise BadInput(
             f"{SOURCE}: model_type",
             f"transformers knows {model_type}, the planner does not: its parameters would have to be counted exactly, "
-            "which takes a row in toolkit/architecture_table.py; for a model with several parts, give its "
+            "which takes a row in toolkit/architectures; for a model with several parts, give its "
             "text_config alone",
         )
     near = difflib.get_close_matches(model_type, ARCHITECTURES, n=3)
@@ -55,7 +55,7 @@ def known_type(model_type: Any) -> str:
 def resolve(model_type: str, row: Architecture, config: Mapping[str, Any]) -> Shape:
     """The numbers of the config, defaults filled in; BadInput names every fault."""
     assumed = defaults(model_type)
-    aliases = assumed.aliases
+    aliases = {**assumed.aliases, **row.legacy}
     flat = _flat(config)
     given = {aliases.get(key, key): value for key, value in flat.items()}
     written = {aliases.get(key, key): key for key in flat}
@@ -85,10 +85,10 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that count; nested ones as `table.key`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}.{inner}": entry for inner, entry in value.items() if inner in KEYS}
-        elif key in KEYS:
+        if key in KEYS:
             flat[key] = value
+        elif isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items() if inner in KEYS}
     return flat
 
 
@@ -165,6 +165,8 @@ def _shape(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str]
         vocab=number["vocab_size"],
         positions=number["max_position_embeddings"],
     )
+    if row.heads:
+        shape = replace(shape, heads=row.heads(shape))
     return replace(
         shape,
         kv_heads=row.kv_heads(shape) if row.kv_heads else shape.kv_heads,

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit.architecture_table import ARCHITECTURES
+from toolkit.architectures import ARCHITECTURES
 from toolkit.errors import BadInput
-from toolkit.model_defaults import KEYS
+from toolkit.architectures.defaults import KEYS
 from toolkit.model_spec import ModelSpec, load_model_config, read_model_config
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def test_active_parameters_leave_out_only_experts_that_are_not_visited(model_typ
 
 
 def test_generated_defaults_are_current() -> None:
-    source = importlib.util.spec_from_file_location("generate", ROOT / "benchmarks" / "model_defaults.py")
+    source = importlib.util.spec_from_file_location("generate", ROOT / "benchmarks" / "generate_model_defaults.py")
     assert source is not None
     assert source.loader is not None
     generate = importlib.util.module_from_spec(source)

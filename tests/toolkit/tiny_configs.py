@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.architecture_table import ARCHITECTURES
-from toolkit.model_defaults import FLAGS
+from toolkit.architectures import ARCHITECTURES
+from toolkit.architectures.defaults import FLAGS
 
 LAYERS = 4
 SIZES: dict[str, tuple[int, int]] = {

@@ -118,9 +118,11 @@ def indexer(shape: Shape, layer: int) -> int:
 
 def delta_attention(shape: Shape, layer: int) -> int:
     """Gated delta rule (linear attention with a short convolution), as in Qwen3-Next."""
-    keys = shape.num("linear_num_key_heads") * shape.num("linear_key_head_dim")
-    heads, width = shape.num("linear_num_value_heads"), shape.num("linear_value_head_dim")
-    values = heads * width
+    key_heads, heads = (shape.num(f"linear_num_{kind}_heads") or shape.heads for kind in ("key", "value"))
+    # OLMo derives the widths that a config leaves out in this way; Qwen's always has them.
+    key_width = shape.num("linear_key_head_dim") or int(0.75 * shape.hidden / key_heads)
+    width = shape.num("linear_value_head_dim") or 2 * key_width
+    keys, values = key_heads * key_width, heads * width
     mixed = 2 * keys + values
     convolution = mixed * shape.num("linear_conv_kernel_dim")
     return shape.hidden * (mixed + 2 * values + 2 * heads) + convolution + 2 * heads + width

@@ -16,11 +16,11 @@ SIZES = frozenset(
     decoder_ffn_dim decoder_attention_heads intermediate_size_mlp dense_intermediate_size
     prefix_dense_intermediate_size moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size
     decoder_sparse_step moe_layer_interval moe_layer_freq interleave_moe_layer_step kv_lora_rank q_lora_rank
-    qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim index_n_heads index_head_dim gated_norm_rank
+    qk_rope_head_dim qk_nope_head_dim qk_head_dim v_head_dim index_n_heads index_head_dim 
     word_embed_proj_dim embedding_size expansion_ratio intermediate_multiple_size
     linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
     type_vocab_size cross_attention_hidden_size decoder_vocab_size task_type_vocab_size
-    position_bias_num_buckets attention_hidden_size hc_mult num_layers_per_stack""".split()
+    position_bias_num_buckets input_embedding_size output_embedding_size full_attention_interval n_embed""".split()
 )
 """Keys that hold a whole number above zero."""
 COUNTS = frozenset(
@@ -28,7 +28,7 @@ COUNTS = frozenset(
     moe_num_experts num_experts_per_tok moe_k moe_topk moe_top_k num_shared_experts n_shared_experts
     moe_num_shared_experts shared_intermediate_size first_k_dense_replace num_dense_layers moe_layer_start_index
     zero_expert_num num_ln_in_parallel_attn position_bias_max_distance prompt_types prompt_length segment_types
-    n_langs""".split()
+    max_target_positions""".split()
 )
 """Keys that hold a whole number, zero allowed."""
 FLAGS = frozenset(
@@ -36,7 +36,7 @@ FLAGS = frozenset(
     enable_bias lm_head_bias use_qk_norm qk_layernorm use_post_norm use_parallel_residual parallel_attn multi_query
     new_decoder_architecture do_layer_norm_before _remove_final_layer_norm layer_norm_elementwise_affine
     add_cross_attention is_moe norm_bias decoder_bias classifier_bias use_task_id use_learned_position_embeddings
-    layernorm_embedding use_lang_emb sinusoidal_embeddings""".split()
+    layernorm_embedding""".split()
 )
 """Keys that are true or false."""
 LISTS = frozenset("layer_types mlp_layer_types mlp_only_layers moe_layers".split())
@@ -62,7 +62,7 @@ class Defaults:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    table: Mapping[str, Any] = json.loads(Path(__file__).with_name("model_defaults.json").read_text(encoding="utf-8"))
+    table: Mapping[str, Any] = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
     return table
 
 

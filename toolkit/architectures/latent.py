@@ -1,0 +1,66 @@
+"""Decoders with latent attention (low-rank keys and values), linear attention, or both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from toolkit.architectures import own_terms as own
+from toolkit.architectures.row import Architecture, decoder
+from toolkit.architectures.terms import Experts, after, indexer, latent_attention, listed
+
+LATENT: dict[str, Architecture] = {
+    "minicpm3": decoder(attend=latent_attention(), mlp_bias="mlp_bias", **(own.MLA | {"needs": own.MLA["needs"][:3]})),
+    "youtu": decoder(attend=latent_attention(), **own.MLA),
+    "deepseek_v2": decoder(
+        attend=latent_attention(),
+        mlp_bias="mlp_bias",
+        experts=own.routed(after("first_k_dense_replace"), shared_bias="mlp_bias"),
+        **own.MLA,
+    ),
+    "deepseek_v3": decoder(
+        attend=latent_attention(), experts=own.routed(after("first_k_dense_replace")), **own.MLA
+    ),
+    "deepseek_v32": decoder(
+        legacy={"num_experts": "n_routed_experts"},
+        attend=latent_attention(), extra=indexer, experts=own.routed(listed("first_k_dense_replace")), **own.MLA
+    ),
+    "glm_moe_dsa": decoder(
+        legacy={"num_experts": "n_routed_experts"},
+        attend=latent_attention(),
+        extra=indexer,
+        experts=own.routed(listed("first_k_dense_replace")),
+        refuses={
+            "indexer_types": "indexers shared between layers",
+            "index_topk_pattern": "indexers shared between layers",
+            "index_topk_freq": "indexers shared between layers",
+        },
+        **own.MLA,
+    ),
+    "glm4_moe_lite": decoder(attend=latent_attention(), experts=own.routed(listed(1)), **own.MLA),
+    "axk1": decoder(
+        attend=latent_attention(),
+        experts=own.routed(own.axk1_sparse, extra=lambda shape: shape.hidden),
+        **own.MLA,
+    ),
+}
+"""Decoders with latent attention."""
+
+LAYER_TYPES = (own.FULL, own.LINEAR)
+QWEN_NEEDS = tuple(f"linear_{part}" for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+LINEAR: dict[str, Architecture] = {
+    "minimax": decoder(
+        attend=own.minimax_attention, experts=Experts(width="intermediate_size"), layer_types=LAYER_TYPES
+    ),
+    "qwen3_next": decoder(
+        attend=own.qwen_attention, experts=own.SHARED_GATED, layer_types=LAYER_TYPES, needs=QWEN_NEEDS
+    ),
+    "qwen3_5_text": decoder(attend=own.qwen_attention, layer_types=LAYER_TYPES, needs=QWEN_NEEDS),
+    "qwen3_5_moe_text": decoder(
+        attend=own.qwen_attention,
+        experts=replace(own.SHARED_GATED, sparse=lambda shape, layer: True),
+        layer_types=LAYER_TYPES,
+        needs=QWEN_NEEDS,
+    ),
+    "olmo_hybrid": decoder(attend=own.olmo_attention, layer_types=LAYER_TYPES),
+}
+"""Decoders in which some layers have linear attention."""
