@@ -8,10 +8,21 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.architectures import ARCHITECTURES
+from toolkit.architectures.defaults import (
+    FLAGS,
+    KEYS,
+    LISTS,
+    OFFSETS,
+    OTHERS,
+    SIZES,
+    Defaults,
+    defaults,
+    known_types,
+    text_types,
+)
 from toolkit.architectures.row import Architecture
-from toolkit.errors import BadInput, Problem
-from toolkit.architectures.defaults import FLAGS, KEYS, LISTS, OTHERS, SIZES, Defaults, defaults, known_types, text_types
 from toolkit.architectures.terms import Experts, Shape
+from toolkit.errors import BadInput, Problem
 
 SOURCE = "model config"
 LARGEST = 2**48
@@ -27,11 +38,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(config, Mapping):
         raise BadInput(SOURCE, f"{_short(config)} is not a table of keys and values")
     inner, outer = config.get("text_config"), config.get("model_type")
-    if not isinstance(inner, Mapping) or (isinstance(outer, str) and outer in ARCHITECTURES):
+    if not isinstance(inner, Mapping) or (outer is not None and str(outer) not in text_types()):
         return config
-    if isinstance(outer, str) and outer not in text_types():
-        return config
-    return {"model_type": text_types().get(outer or "")} | dict(inner)
+    return {"model_type": text_types().get(str(outer))} | dict(inner)
 
 
 def known_type(model_type: Any) -> str:
@@ -56,7 +65,8 @@ def resolve(model_type: str, row: Architecture, config: Mapping[str, Any]) -> Sh
     """The numbers of the config, defaults filled in; BadInput names every fault."""
     assumed = defaults(model_type)
     aliases = {**assumed.aliases, **row.legacy}
-    flat = _flat(config)
+    heeded = {*assumed.values, *aliases, *row.reads, *row.refuses, *(("head_dim",) if row.own_head_dim else ())}
+    flat = {key: value for key, value in _flat(config).items() if key in heeded}
     given = {aliases.get(key, key): value for key, value in flat.items()}
     written = {aliases.get(key, key): key for key in flat}
     values = {**assumed.values, **given}
@@ -119,7 +129,7 @@ def _fault(name: str, value: Any, layers: int) -> str:
         return _list_fault(name, value, layers)
     if not isinstance(value, int) or isinstance(value, bool):
         return f"{_short(value)} is not a whole number"
-    least = 1 if name in SIZES else 0
+    least = 1 if name in SIZES else -1 if name in OFFSETS else 0
     return "" if least <= value <= LARGEST else f"{_short(value)} is not a whole number from {least} to 2**48"
 
 
@@ -194,11 +204,11 @@ def _misfits(row: Architecture, shape: Shape, core: Mapping[str, str], written: 
 def _expert_faults(experts: Experts | None, shape: Shape, written: Mapping[str, str]) -> list[Problem]:
     if experts is None or not any(experts.sparse(shape, layer) for layer in range(shape.layers)):
         return []
-    needed = (experts.number, experts.per_token, experts.width)
+    needed = (experts.number, experts.visited, experts.width)
     found = [Problem(written.get(key, key), "is needed; give a number above 0") for key in needed if not shape.num(key)]
-    if not found and shape.num(experts.per_token) > shape.num(experts.number):
-        what = f"{shape.num(experts.per_token)} is more than the {shape.num(experts.number)} experts"
-        found.append(Problem(written.get(experts.per_token, experts.per_token), what))
+    if not found and shape.num(experts.visited) > shape.num(experts.number):
+        what = f"{shape.num(experts.visited)} is more than the {shape.num(experts.number)} experts"
+        found.append(Problem(written.get(experts.visited, experts.visited), what))
     return found
 
 

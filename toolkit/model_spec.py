@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from toolkit.architectures import ARCHITECTURES
 from toolkit.architectures.row import Architecture
+from toolkit.architectures.terms import Experts, Shape
 from toolkit.model_config import known_type, resolve, text_config
 from toolkit.model_files import load_model_config
-from toolkit.architectures.terms import Experts, Shape
 
 __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
@@ -117,7 +117,7 @@ def _layer(row: Architecture, shape: Shape, index: int) -> _Layer:
         return _Layer(params, params, False)
     always, expert = base + experts.always(shape), experts.expert(shape)
     number = shape.num(experts.number)
-    visited = min(shape.num(experts.per_token), number)
+    visited = min(shape.num(experts.visited), number)
     return _Layer(always + number * expert, always + visited * expert, True)
 
 
@@ -126,7 +126,7 @@ def _expert_fields(experts: Experts | None, shape: Shape, sparse_layers: int) ->
         return {}
     return {
         "experts": shape.num(experts.number),
-        "experts_per_token": shape.num(experts.per_token),
+        "experts_per_token": shape.num(experts.visited),
         "expert_ffn": shape.num(experts.width),
         "shared_ffn": experts.shared(shape),
         "moe_layers": sparse_layers,

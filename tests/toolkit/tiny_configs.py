@@ -88,9 +88,33 @@ SIZES: dict[str, tuple[int, int]] = {
 OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt_neo": ({"attention_types": [[["global", "local"], 2]]}, {"attention_types": [[["global"], 4]]}),
     "falcon": ({"num_kv_heads": 2}, {"num_kv_heads": 3, "new_decoder_architecture": True}),
-    "mlp_layer_types": ({}, {"mlp_layer_types": ["sparse", "dense", "sparse", "dense"]}),
+    "dbrx": tuple(
+        {
+            # transformers 5.22 reads `rope_theta` here, but has no default for it.
+            "attn_config": {"kv_n_heads": kv_heads, "rope_theta": 10_000.0},
+            "ffn_config": {"ffn_hidden_size": ffn, "moe_num_experts": experts, "moe_top_k": 2},
+        }
+        for kv_heads, ffn, experts in ((2, 52, 6), (3, 20, 9))
+    ),
+    "qwen3_next": ({}, {"full_attention_interval": 2, "mlp_only_layers": [1]}),
+    "qwen3_5_text": ({}, {"full_attention_interval": 3}),
+    "qwen3_5_moe_text": ({}, {"layer_types": ["full_attention", "linear_attention"] * 2}),
+    "olmo_hybrid": ({}, {key: None for key in SIZES if key.startswith("linear_")} | {"linear_conv_kernel_dim": 2}),
+    "minimax": ({}, {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}),
+    "minimax_m3_vl_text": ({}, {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}),
+    "mimo_v2_flash": ({"layer_types": ["sliding_attention", "full_attention"] * 2}, {}),
+    "cohere2_moe": ({"first_k_dense_replace": 1}, {}),
+    "axk1": ({"first_k_dense_replace": 2, "moe_layer_freq": 2}, {}),
+    "qwen3_moe": ({}, {"mlp_only_layers": [3]}),
+    "llama4_text": ({}, {"moe_layers": [2], "interleave_moe_layer_step": 1}),
+    "ernie4_5_moe": ({}, {"moe_layer_end_index": 2, "moe_layer_start_index": 0}),
+    "laguna": ({}, {"gating": False}),
+    "apertus": ({}, {"hidden_act": "silu"}),
+    "deepseek_v3": ({}, {"q_lora_rank": None}),
+    "llama": ({}, {"head_dim": None, "num_key_value_heads": None}),
+    "gpt2": ({}, {"n_inner": None}),
 }
-"""What only one type has."""
+"""What one type needs, or shows only with keys of its own."""
 
 
 def fields(model_type: str) -> dict[str, Any]:

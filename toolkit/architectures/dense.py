@@ -40,9 +40,7 @@ DENSE: dict[str, Architecture] = {
     "olmo": decoder(bias="attention_bias", vectors=0),
     "olmo2": OLMO2,
     "olmo3": OLMO2,
-    "cohere": decoder(
-        bias="attention_bias", qk_norm="all", qk_norm_if="use_qk_norm", norm_count=1
-    ),
+    "cohere": decoder(bias="attention_bias", qk_norm="all", qk_norm_if="use_qk_norm", norm_count=1),
     "cohere2": decoder(bias="attention_bias", norm_count=1),
     "stablelm": decoder(
         bias="use_qkv_bias",
@@ -57,7 +55,9 @@ DENSE: dict[str, Architecture] = {
     "jais2": decoder(bias="attention_bias", vectors=2, matrices=2, mlp_bias="mlp_bias"),
     "arcee": decoder(bias="attention_bias", matrices=2, mlp_bias="mlp_bias"),
     "apertus": decoder(
-        bias="attention_bias", qk_norm="head", matrices=2,
+        bias="attention_bias",
+        qk_norm="head",
+        matrices=2,
         extra=lambda shape, layer: 2 * (shape.get("hidden_act") == "xielu"),
     ),
     "nanochat": decoder(bias="attention_bias", vectors=0, matrices=2),
@@ -65,7 +65,10 @@ DENSE: dict[str, Architecture] = {
     "diffllama": decoder(bias="attention_bias", extra=lambda shape, layer: 4 * shape.head_dim),
     "granite_swa": decoder(bias="attention_bias", mlp_bias="mlp_bias", extra=own.sinks),
     "doge": decoder(
-        bias="attention_bias", qk_norm="head", mlp_bias="mlp_bias", extra=own.doge_gates,
+        bias="attention_bias",
+        qk_norm="head",
+        mlp_bias="mlp_bias",
+        extra=own.doge_gates,
         refuses={"is_moe": "experts retrieved by product keys"},
     ),
 }

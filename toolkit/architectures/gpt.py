@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from toolkit.architectures import own_terms as own
-from toolkit.architectures.row import CROSS_ATTENTION, SEQ2SEQ_NAMES, Architecture, bert, decoder, gpt, positions, seq2seq_decoder
+from toolkit.architectures.row import (
+    CROSS_ATTENTION,
+    SEQ2SEQ_NAMES,
+    Architecture,
+    bert,
+    decoder,
+    gpt,
+    positions,
+    seq2seq_decoder,
+)
 from toolkit.architectures.terms import cross_attention, nothing, total
 
 GPT: dict[str, Architecture] = {
@@ -12,12 +21,8 @@ GPT: dict[str, Architecture] = {
     "openai-gpt": gpt(embed=positions(), final=nothing),
     "gpt_neo": gpt(bias=False, out_bias=True, embed=positions()),
     "gpt_neox": gpt(bias="attention_bias"),
-    "gptj": gpt(
-        bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}
-    ),
-    "codegen": gpt(
-        bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}
-    ),
+    "gptj": gpt(bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}),
+    "codegen": gpt(bias=False, norm_count=1, final=own.norm_and_head_bias, names={"intermediate_size": "n_inner"}),
     "gpt_bigcode": gpt(
         embed=positions(),
         kv_heads=lambda shape: 1 if shape.on("multi_query") else shape.heads,
@@ -89,12 +94,8 @@ BERT: dict[str, Architecture] = {
     "xlm-roberta": bert(),
     "data2vec-text": bert(),
     "roberta-prelayernorm": bert(final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab),
-    "xlm-roberta-xl": bert(
-        embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab
-    ),
-    "megatron-bert": bert(
-        embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab
-    ),
+    "xlm-roberta-xl": bert(embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab),
+    "megatron-bert": bert(embed_norm=False, final=lambda shape: shape.hidden * (shape.hidden + 5) + shape.vocab),
     "bert-generation": bert(types=False, final=lambda shape: shape.vocab),
     "big_bird": bert(
         bias="use_bias",
@@ -123,7 +124,9 @@ SEQ2SEQ: dict[str, Architecture] = {
     "blenderbot": seq2seq_decoder(final_norm=True, extra=cross_attention()),
     "blenderbot-small": seq2seq_decoder(embed_norm=True, extra=cross_attention()),
     "pegasus": seq2seq_decoder(final_norm=True, extra=cross_attention()),
-    "marian": seq2seq_decoder(refuses={"decoder_vocab_size": "another vocabulary for the decoder"}, extra=cross_attention()),
+    "marian": seq2seq_decoder(
+        refuses={"decoder_vocab_size": "another vocabulary for the decoder"}, extra=cross_attention()
+    ),
     "bigbird_pegasus": seq2seq_decoder(
         bias="use_bias", embed_norm=True, ties=False, final=nothing, extra=cross_attention(bias="use_bias")
     ),

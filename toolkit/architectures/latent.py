@@ -17,12 +17,13 @@ LATENT: dict[str, Architecture] = {
         experts=own.routed(after("first_k_dense_replace"), shared_bias="mlp_bias"),
         **own.MLA,
     ),
-    "deepseek_v3": decoder(
-        attend=latent_attention(), experts=own.routed(after("first_k_dense_replace")), **own.MLA
-    ),
+    "deepseek_v3": decoder(attend=latent_attention(), experts=own.routed(after("first_k_dense_replace")), **own.MLA),
     "deepseek_v32": decoder(
         legacy={"num_experts": "n_routed_experts"},
-        attend=latent_attention(), extra=indexer, experts=own.routed(listed("first_k_dense_replace")), **own.MLA
+        attend=latent_attention(),
+        extra=indexer,
+        experts=own.routed(listed("first_k_dense_replace")),
+        **own.MLA,
     ),
     "glm_moe_dsa": decoder(
         legacy={"num_experts": "n_routed_experts"},
@@ -38,8 +39,9 @@ LATENT: dict[str, Architecture] = {
     ),
     "glm4_moe_lite": decoder(attend=latent_attention(), experts=own.routed(listed(1)), **own.MLA),
     "axk1": decoder(
+        reads=("first_k_dense_replace", "moe_layer_freq"),
         attend=latent_attention(),
-        experts=own.routed(own.axk1_sparse, extra=lambda shape: shape.hidden),
+        experts=own.routed(own.axk1_sparse, beside=lambda shape: shape.hidden),
         **own.MLA,
     ),
 }
@@ -47,19 +49,21 @@ LATENT: dict[str, Architecture] = {
 
 LAYER_TYPES = (own.FULL, own.LINEAR)
 QWEN_NEEDS = tuple(f"linear_{part}" for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"))
+QWEN_READS = ("full_attention_interval",)
 LINEAR: dict[str, Architecture] = {
     "minimax": decoder(
         attend=own.minimax_attention, experts=Experts(width="intermediate_size"), layer_types=LAYER_TYPES
     ),
     "qwen3_next": decoder(
-        attend=own.qwen_attention, experts=own.SHARED_GATED, layer_types=LAYER_TYPES, needs=QWEN_NEEDS
+        attend=own.qwen_attention, experts=own.SHARED_GATED, layer_types=LAYER_TYPES, needs=QWEN_NEEDS, reads=QWEN_READS
     ),
-    "qwen3_5_text": decoder(attend=own.qwen_attention, layer_types=LAYER_TYPES, needs=QWEN_NEEDS),
+    "qwen3_5_text": decoder(attend=own.qwen_attention, layer_types=LAYER_TYPES, needs=QWEN_NEEDS, reads=QWEN_READS),
     "qwen3_5_moe_text": decoder(
         attend=own.qwen_attention,
         experts=replace(own.SHARED_GATED, sparse=lambda shape, layer: True),
         layer_types=LAYER_TYPES,
         needs=QWEN_NEEDS,
+        reads=QWEN_READS,
     ),
     "olmo_hybrid": decoder(attend=own.olmo_attention, layer_types=LAYER_TYPES),
 }

@@ -13,15 +13,9 @@ MIXTURES: dict[str, Architecture] = {
         out_bias=False,
         experts=own.SHARED_GATED,
     ),
-    "qwen3_moe": decoder(
-        bias="attention_bias", qk_norm="head", experts=Experts(sparse=stepped("num_experts"))
-    ),
-    "olmoe": decoder(
-        bias="attention_bias", qk_norm="hidden", experts=Experts(width="intermediate_size")
-    ),
-    "flex_olmo": decoder(
-        bias="attention_bias", qk_norm="all", experts=Experts(width="intermediate_size")
-    ),
+    "qwen3_moe": decoder(bias="attention_bias", qk_norm="head", experts=Experts(sparse=stepped("num_experts"))),
+    "olmoe": decoder(bias="attention_bias", qk_norm="hidden", experts=Experts(width="intermediate_size")),
+    "flex_olmo": decoder(bias="attention_bias", qk_norm="all", experts=Experts(width="intermediate_size")),
     "phimoe": decoder(
         bias="attention_bias",
         vectors=2,
@@ -50,7 +44,9 @@ MIXTURES: dict[str, Architecture] = {
         final=lambda shape: shape.hidden + shape.on("use_bias") * shape.vocab,
     ),
     "dots1": decoder(
-        bias="attention_bias", qk_norm="head", experts=own.routed(after("first_k_dense_replace")),
+        bias="attention_bias",
+        qk_norm="head",
+        experts=own.routed(after("first_k_dense_replace")),
     ),
     "exaone_moe": decoder(
         qk_norm="head",
@@ -115,7 +111,7 @@ MIXTURES: dict[str, Architecture] = {
         bias="attention_bias",
         experts=Experts(
             number="moe_num_experts",
-            per_token="moe_topk",
+            visited="moe_topk",
             width="intermediate_size",
             shared=own.product("moe_num_shared_experts", "intermediate_size"),
             shared_bias="mlp_bias",
@@ -125,9 +121,7 @@ MIXTURES: dict[str, Architecture] = {
         bias="attention_bias",
         qk_norm="head",
         extra=own.sinks,
-        experts=Experts(
-            sparse=stepped("num_experts", dense=(0, 1)), shared=own.key("shared_expert_intermediate_size")
-        ),
+        experts=Experts(sparse=stepped("num_experts", dense=(0, 1)), shared=own.key("shared_expert_intermediate_size")),
     ),
     "llama4_text": decoder(
         bias="attention_bias",
@@ -140,6 +134,7 @@ MIXTURES: dict[str, Architecture] = {
         ),
     ),
     "cohere2_moe": decoder(
+        reads=("first_k_dense_replace",),
         bias="attention_bias",
         norm_count=1,
         names={"intermediate_size": "prefix_dense_intermediate_size"},
@@ -160,18 +155,17 @@ MIXTURES: dict[str, Architecture] = {
         qk_norm="head",
         extra=own.m3_indexer,
         names={"intermediate_size": "dense_intermediate_size"},
-        experts=Experts(
-            width="intermediate_size", sparse=listed(0), shared=own.key("shared_intermediate_size")
-        ),
+        experts=Experts(width="intermediate_size", sparse=listed(0), shared=own.key("shared_intermediate_size")),
         layer_types=("full_attention", "minimax_m3_sparse"),
         refuses={"sparse_attention_config": "sparse layers in the form of older configs"},
     ),
     "dbrx": decoder(
+        refuses={"tie_word_embeddings": "tied embeddings"},
         own_head_dim=False,
         names={"num_key_value_heads": "attn_config.kv_n_heads"},
         experts=Experts(
             number="ffn_config.moe_num_experts",
-            per_token="ffn_config.moe_top_k",
+            visited="ffn_config.moe_top_k",
             width="ffn_config.ffn_hidden_size",
         ),
     ),
@@ -179,9 +173,7 @@ MIXTURES: dict[str, Architecture] = {
         attend=own.jetmoe_attention,
         names={"num_attention_heads": "num_key_value_heads"},
         heads=lambda shape: shape.kv_heads * shape.num("num_experts_per_tok"),
-        experts=Experts(
-            number="num_local_experts", width="intermediate_size", extra=lambda shape: shape.hidden
-        ),
+        experts=Experts(number="num_local_experts", width="intermediate_size", beside=lambda shape: shape.hidden),
     ),
 }
 """Decoders with routed experts."""

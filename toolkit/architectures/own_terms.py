@@ -37,24 +37,22 @@ def product(number: str, width: str) -> Total:
     return lambda shape: shape.num(number) * shape.num(width)
 
 
-def routed(sparse: Rule, shared_bias: Flag = False, extra: Total = nothing) -> Experts:
+def routed(sparse: Rule, shared_bias: Flag = False, beside: Total = nothing) -> Experts:
     """Experts with DeepSeek's keys."""
     return Experts(
         number="n_routed_experts",
         sparse=sparse,
         shared=product("n_shared_experts", "moe_intermediate_size"),
         shared_bias=shared_bias,
-        extra=extra,
+        beside=beside,
     )
 
 
 SHARED_GATED = Experts(
-    sparse=stepped("num_experts"), shared=key("shared_expert_intermediate_size"), extra=lambda shape: shape.hidden
+    sparse=stepped("num_experts"), shared=key("shared_expert_intermediate_size"), beside=lambda shape: shape.hidden
 )
 """Qwen's experts: a shared one behind a gate."""
-GRANITE_SHARED = Experts(
-    number="num_local_experts", width="intermediate_size", shared=key("shared_intermediate_size")
-)
+GRANITE_SHARED = Experts(number="num_local_experts", width="intermediate_size", shared=key("shared_intermediate_size"))
 
 
 def sinks(shape: Shape, layer: int) -> int:

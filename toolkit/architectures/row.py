@@ -45,6 +45,8 @@ class Architecture:
     """Common key to native key, where transformers itself has no alias."""
     legacy: Mapping[str, str] = field(default_factory=dict)
     """Keys of older configs to native keys, as transformers still takes them."""
+    reads: tuple[str, ...] = ()
+    """Keys that the type heeds although transformers has no default for them."""
     needs: tuple[str, ...] = ()
     """Keys that must not be null."""
     layer_types: tuple[str, ...] = ()

@@ -188,7 +188,7 @@ class Experts:
 
     number: str = "num_experts"
     """Key with the number of routed experts."""
-    per_token: str = "num_experts_per_tok"
+    visited: str = "num_experts_per_tok"
     """Key with the number of experts that a token visits."""
     width: str = "moe_intermediate_size"
     """Key with the inner width of one expert."""
@@ -204,7 +204,7 @@ class Experts:
     """Whether the routed experts have biases."""
     router: int = 0
     """Parameters of the router for each expert, beside its row of weights."""
-    extra: Total = nothing
+    beside: Total = nothing
     """Anything else in a mixture layer."""
 
     def expert(self, shape: Shape) -> int:
@@ -215,7 +215,7 @@ class Experts:
         """Parameters that every token visits: router, shared experts, the rest."""
         router = shape.num(self.number) * (shape.hidden + self.router)
         shared = mlp_params(shape, self.shared(shape), self.matrices, shape.on(self.shared_bias))
-        return router + shared + self.extra(shape)
+        return router + shared + self.beside(shape)
 
 
 def after(key: str) -> Rule:
