@@ -9,11 +9,13 @@ from typing import Any
 
 from toolkit.architectures import ARCHITECTURES
 from toolkit.architectures.defaults import (
+    CHOSEN,
+    FACTORS,
     FLAGS,
     KEYS,
-    LISTS,
     OFFSETS,
     OTHERS,
+    PER_LAYER,
     SIZES,
     Defaults,
     defaults,
@@ -121,12 +123,16 @@ def _faults(given: Mapping[str, Any], written: Mapping[str, str], layers: int) -
 
 def _fault(name: str, value: Any, layers: int) -> str:
     """What is wrong with one value, in words; empty if nothing."""
+    if name == "per_layer_config" and value is not None:
+        return _overrides_fault(value)
     if value is None or name in OTHERS:
         return ""
     if name in FLAGS:
         return "" if isinstance(value, bool) else f"{_short(value)} is not true or false"
-    if name in LISTS:
+    if name in PER_LAYER | CHOSEN:
         return _list_fault(name, value, layers)
+    if name in FACTORS:
+        return "" if type(value) in (int, float) and 0 < value < LARGEST else f"{_short(value)} is not a number above 0"
     if not isinstance(value, int) or isinstance(value, bool):
         return f"{_short(value)} is not a whole number"
     least = 1 if name in SIZES else -1 if name in OFFSETS else 0
@@ -134,11 +140,24 @@ def _fault(name: str, value: Any, layers: int) -> str:
 
 
 def _list_fault(name: str, value: Any, layers: int) -> str:
-    kind = str if name.endswith("types") else int
-    if not isinstance(value, list | tuple) or not all(type(entry) is kind for entry in value):
-        return f"{_short(value)} is not a list of {'names' if kind is str else 'layer numbers'}"
-    if kind is str and len(value) != layers:
+    named, least = name.endswith("types"), int(name in PER_LAYER)
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(entry, str) if named else type(entry) is int and entry >= least for entry in value
+    ):
+        return f"{_short(value)} is not a list of {'names' if named else f'whole numbers from {least}'}"
+    if name in PER_LAYER and len(value) != layers:
         return f"has {len(value)} entries for {layers} layers; give one a layer"
+    return ""
+
+
+def _overrides_fault(value: Any) -> str:
+    """Numbers of single layers, by layer number, as saved configs of some types hold them."""
+    tables: list[Any] = list(value.values()) if isinstance(value, Mapping) else [None]
+    if not all(isinstance(table, Mapping) for table in tables):
+        return f"{_short(value)} is not a table of tables, one for each layer that differs"
+    for key, entry in (item for table in tables for item in table.items()):
+        if key not in ("head_dim", "num_key_value_heads") or entry is None or _fault(key, entry, 0):
+            return f"{_short(key)}: {_short(entry)} in it can't be counted"
     return ""
 
 
@@ -146,7 +165,7 @@ def _missing(row: Architecture, values: Mapping[str, Any], core: Mapping[str, st
     needed = [core[key] for key in CORE] + list(row.needs)
     if row.ffn is None and core["intermediate_size"] in values:
         needed.append(core["intermediate_size"])
-    return [Problem(key, "is needed and null; give a number") for key in needed if values.get(key) is None]
+    return [Problem(key, "is needed and null; give it") for key in needed if values.get(key) is None]
 
 
 def _strange_layers(row: Architecture, values: Mapping[str, Any]) -> list[Problem]:
@@ -179,6 +198,7 @@ def _shape(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str]
         shape = replace(shape, heads=row.heads(shape))
     return replace(
         shape,
+        vocab=row.vocab(shape) if row.vocab else shape.vocab,
         kv_heads=row.kv_heads(shape) if row.kv_heads else shape.kv_heads,
         head_dim=row.head_dim(shape) if row.head_dim else shape.head_dim,
         ffn=shape.ffn or (row.ffn(shape) if row.ffn else 0),
@@ -190,8 +210,8 @@ def _misfits(row: Architecture, shape: Shape, core: Mapping[str, str], written: 
     found = []
     derived = row.head_dim is None and not (row.own_head_dim and shape.get(core["head_dim"]))
     if derived and shape.hidden % shape.heads:
-        key = core["num_attention_heads"]
-        what = f"{shape.heads} does not divide {written.get('hidden_size', 'hidden_size')} {shape.hidden}"
+        key, width = core["num_attention_heads"], core["hidden_size"]
+        what = f"{shape.heads} does not divide {written.get(width, width)} {shape.hidden}"
         found.append(Problem(written.get(key, key), what))
     if shape.heads % shape.kv_heads:
         key = core["num_key_value_heads"]
@@ -213,5 +233,8 @@ def _expert_faults(experts: Experts | None, shape: Shape, written: Mapping[str, 
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes out neither huge numbers nor bottomless lists.
+        text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 40 else f"{text[:40]}…"

@@ -124,8 +124,9 @@ SEQ2SEQ: dict[str, Architecture] = {
     "blenderbot": seq2seq_decoder(final_norm=True, extra=cross_attention()),
     "blenderbot-small": seq2seq_decoder(embed_norm=True, extra=cross_attention()),
     "pegasus": seq2seq_decoder(final_norm=True, extra=cross_attention()),
+    "trocr": seq2seq_decoder(embed=own.trocr_embed, extra=cross_attention("cross_attention_hidden_size")),
     "marian": seq2seq_decoder(
-        refuses={"decoder_vocab_size": "another vocabulary for the decoder"}, extra=cross_attention()
+        vocab=lambda shape: shape.num("decoder_vocab_size") or shape.vocab, extra=cross_attention()
     ),
     "bigbird_pegasus": seq2seq_decoder(
         bias="use_bias", embed_norm=True, ties=False, final=nothing, extra=cross_attention(bias="use_bias")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from toolkit.architectures import hybrid_terms as hybrid
 from toolkit.architectures import own_terms as own
 from toolkit.architectures.row import Architecture, decoder
-from toolkit.architectures.terms import Experts, after, listed, stepped, total
+from toolkit.architectures.terms import Experts, after, listed, nothing, stepped, total
 
 MIXTURES: dict[str, Architecture] = {
     "mixtral": decoder(experts=Experts(width="intermediate_size")),
@@ -81,11 +82,8 @@ MIXTURES: dict[str, Architecture] = {
         norm_count=4, qk_norm="head", experts=Experts(shared=own.key("shared_expert_intermediate_size"))
     ),
     "laguna": decoder(
-        bias="attention_bias",
-        qk_norm="head",
-        extra=own.laguna_gate,
+        attend=hybrid.laguna_attention,
         experts=Experts(sparse=listed(1), shared=own.key("shared_expert_intermediate_size"), router=1),
-        refuses={"num_attention_heads_per_layer": "another number of heads in each layer"},
     ),
     "mellum": decoder(bias="attention_bias", qk_norm="head", experts=Experts(sparse=listed(0))),
     "minimax_m2": decoder(qk_norm="all", experts=Experts(width="intermediate_size")),
@@ -168,6 +166,21 @@ MIXTURES: dict[str, Architecture] = {
             visited="ffn_config.moe_top_k",
             width="ffn_config.ffn_hidden_size",
         ),
+    ),
+    "gemma4_text": decoder(
+        attend=hybrid.gemma4_attention,
+        norm_count=4,
+        extra=total(hybrid.gemma4_mlp, hybrid.gemma4_layer_input),
+        feed_forward=nothing,
+        embed=hybrid.gemma4_embed,
+        experts=Experts(
+            visited="top_k_experts",
+            sparse=lambda shape, layer: shape.on("enable_moe_block"),
+            router=1,
+            beside=lambda shape: 4 * shape.hidden,
+        ),
+        reads=("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
+        layer_types=("full_attention", "sliding_attention"),
     ),
     "jetmoe": decoder(
         attend=own.jetmoe_attention,

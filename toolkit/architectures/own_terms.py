@@ -65,12 +65,6 @@ def attention_gate(shape: Shape, layer: int) -> int:
     return shape.hidden * shape.heads * shape.head_dim
 
 
-def laguna_gate(shape: Shape, layer: int) -> int:
-    """A gate on the output of attention: one number a head, or as wide as the output."""
-    per_head = shape.get("gating") in (True, "per-head")
-    return shape.hidden * shape.heads * (1 if per_head else shape.head_dim)
-
-
 def doge_gates(shape: Shape, layer: int) -> int:
     """Scales of the residual stream, and the gate that picks the keys to attend to."""
     gate = shape.kv_heads * (shape.kv_heads * shape.head_dim + 1 + shape.on("attention_bias"))
@@ -231,3 +225,9 @@ def llama4_sparse(shape: Shape, layer: int) -> bool:
     chosen = shape.get("moe_layers")
     step = shape.num("interleave_moe_layer_step") or 1
     return layer in chosen if chosen is not None else (layer + 1) % step == 0
+
+
+def trocr_embed(shape: Shape) -> int:
+    """Learned positions and a norm, each if the config says so."""
+    learned = shape.on("use_learned_position_embeddings") * (shape.positions + 2)
+    return (learned + 2 * shape.on("layernorm_embedding")) * shape.hidden

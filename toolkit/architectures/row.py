@@ -35,6 +35,8 @@ class Architecture:
     """Whether the type reads `head_dim`; otherwise it is the hidden size over the heads."""
     ties: bool = True
     """Whether `tie_word_embeddings` is heeded at all."""
+    vocab: Total | None = None
+    """Rows of the token table where they are not simply `vocab_size`."""
     heads: Total | None = None
     """Query heads where the config does not give them."""
     kv_heads: Total | None = None
@@ -78,6 +80,7 @@ def decoder(
     matrices: int = 3,
     mlp_bias: Flag = False,
     attend: Term | None = None,
+    feed_forward: Term | None = None,
     extra: Term = nothing,
     final: Total | None = None,
     **rest: Any,
@@ -86,7 +89,7 @@ def decoder(
     term = attend or attention(bias, out_bias, qk_norm, qk_norm_if)
     return Architecture(
         layer=total(term, norms(norm_count, vectors), extra),
-        mlp=mlp(matrices, mlp_bias),
+        mlp=feed_forward or mlp(matrices, mlp_bias),
         gated=matrices == 3,
         final=final or (lambda shape: vectors * shape.hidden),
         **rest,

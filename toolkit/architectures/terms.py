@@ -101,7 +101,7 @@ def latent_attention(bias: Flag = "attention_bias", rope_key: str = "qk_rope_hea
         rope, nope, value = shape.num(rope_key), shape.num("qk_nope_head_dim"), shape.num("v_head_dim")
         value = value or hidden // heads
         latent = shape.num("kv_lora_rank")
-        queries = heads * (nope + rope)
+        queries = heads * (shape.num("qk_head_dim") or nope + rope)
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
         keys_values = hidden * (latent + rope) + latent + latent * heads * (nope + value)
         biases = shape.on(bias) * (rank + latent + rope + hidden)
