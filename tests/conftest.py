@@ -26,7 +26,7 @@ TINY_LLAMA = {
     "vocab_size": 264,
     "max_position_embeddings": 64,
 }
-WORDS = "the quick brown fox jumps over the lazy dog and runs away ".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
 
 @pytest.fixture(scope="session")

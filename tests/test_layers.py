@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"torch", "deepspeed", "transformers", "accelerate", "wandb", "datasets", "peft", "numpy", "safetensors", "psutil"}
+HEAVY = {"torch", "deepspeed", "transformers", "accelerate", "wandb", "datasets", "peft", "numpy", "safetensors"}
 ROOTS = {"cli", "api", "worker", "resolve", "parity", "generate", "__init__"}
 PURE_LIBRARIES = set(sys.stdlib_module_names) | {"yaml", "toolkit"}
 STRATEGY_IMPORTS = {"toolkit.plan", "toolkit.compat", "toolkit"}
@@ -63,7 +63,7 @@ def test_runtime_knows_neither_registry_nor_planner(path: Path) -> None:
         assert not name.startswith("toolkit.planner"), f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("path", sources("toolkit/commands") + [ROOT / "toolkit/cli.py"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*sources("toolkit/commands"), ROOT / "toolkit/cli.py"], ids=lambda p: p.stem)
 def test_commands_import_the_runtime_lazily(path: Path) -> None:
     for name in imports(path, nested=False):
         assert name.split(".")[0] not in HEAVY, f"{path.name} imports {name}"
@@ -71,12 +71,13 @@ def test_commands_import_the_runtime_lazily(path: Path) -> None:
 
 
 def test_environment_is_read_in_few_places() -> None:
-    readers = {
-        str(path.relative_to(ROOT))
-        for path in sources("toolkit", "strategies")
-        if any(isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv") for n in ast.walk(ast.parse(path.read_text())))
-    }
+    readers = {str(path.relative_to(ROOT)) for path in sources("toolkit", "strategies") if reads_environment(path)}
     assert readers <= MAY_READ_ENVIRON
+
+
+def reads_environment(path: Path) -> bool:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return any(isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv") for node in nodes)
 
 
 def test_plan_leaves_torch_alone() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.conftest import Finished, Trainer
 
+from tests.conftest import Finished, Trainer
 from toolkit.parity import largest_difference
 
 LOSS, NORM = 1e-5, 1e-4
@@ -80,10 +80,9 @@ def test_no_clipping(assert_same: Check, stage: int) -> None:
 
 
 def test_sum_of_gradients_is_the_batch_times_the_mean(train: Trainer) -> None:
-    mean = train("strategy.name=data_parallel", "train.optimizer=sgd", "train.steps=1", "train.grad_clip=0")
-    total = train(
-        "strategy.name=zero", "strategy.zero_stage=2", "train.optimizer=sgd", "train.steps=1", "train.grad_clip=0", "train.grad_reduce=sum"
-    )  # fmt: skip
+    base = ("train.optimizer=sgd", "train.steps=1", "train.grad_clip=0")
+    mean = train("strategy.name=data_parallel", *base)
+    total = train("strategy.name=zero", "strategy.zero_stage=2", "train.grad_reduce=sum", *base)
     assert total.norms[0] == pytest.approx(8 * mean.norms[0], rel=1e-5)
 
 
@@ -113,7 +112,8 @@ def test_the_loss_falls_and_is_recorded(train: Trainer) -> None:
     assert done.losses[0] == pytest.approx(5.6, abs=0.3)
     assert done.losses[-1] < 0.7 * done.losses[0]
     record, summary = done.records[-1], done.summary
-    for key in ("step", "loss", "lr", "grad_norm", "tokens", "step_seconds", "tokens_per_second", "mfu", "memory_bytes", "comm_seconds"):  # fmt: skip
+    rates = ("step_seconds", "tokens_per_second", "mfu", "memory_bytes", "comm_seconds")
+    for key in ("step", "loss", "lr", "grad_norm", "tokens", *rates):
         assert record[key] > 0, key
     assert record["tokens"] == 8 * 32
     assert (summary["status"], summary["steps"]) == ("done", 30)
@@ -142,5 +142,3 @@ def test_a_loss_that_is_no_number_stops_the_run(train: Trainer) -> None:
     assert set(done.codes) == {5}
     assert done.summary["status"] == "loss_not_finite"
     assert len(done.records) < 20
-
-

@@ -95,7 +95,7 @@ def test_overrides_are_yaml_and_make_sections() -> None:
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    with pytest.raises(BadInput, match=".") as caught:
+    with pytest.raises(BadInput) as caught:
         load_recipe(path)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
@@ -122,7 +122,11 @@ def test_every_key_is_documented() -> None:
 
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20))
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3), max_leaves=8)  # noqa: E501
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)  # noqa: E501
 PATHS = st.sampled_from([key.path for key in recipe_keys()] + ["train.global_bacth", "x.y", "model.config.hidden_size"])
 
 
