@@ -57,6 +57,8 @@ class ReplicaEngine:
             config=config,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        if plan.zero_stage == 0 and plan.precision != "fp32" and train.optimizer == "adamw":
+            _undo_first_step(self._engine.optimizer)
         self._plain = plan.zero_stage == 0 and plan.precision == "fp32"
         if self._plain:
             # DeepSpeed (0.19) clips plain fp32 gradients without telling their norm; this tells it, clipping alike.
@@ -106,3 +108,15 @@ class ReplicaEngine:
             return self._norm
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """Give a 16-bit optimizer without ZeRO back its fresh state.
+
+    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
+    bias correction shortens the first updates, and weight decay has already bitten.
+    """
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
