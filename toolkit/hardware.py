@@ -33,6 +33,14 @@ class Device:
     """Network to other nodes that usually comes with this kind, gigabit a second and device."""
     fp8_matmul_flops: float = 0.0
     """Best sustained fp8 matmul rate; 0: no fp8."""
+    multiprocessors: int = 108
+    """Units that a matmul's tiles are spread over."""
+    watts: float = 0.0
+    """Power that the data sheet's rates need; 0: not known, so a power cap can't be taken into account."""
+    in_switch_reduction: bool = False
+    """Whether the links' switch adds up in flight (NVLS), so that an all-reduce sends each byte once."""
+    node_devices: int = 8
+    """Devices in one domain of fast links."""
 
 
 def _gpu(
