@@ -1,0 +1,34 @@
+"""The strategy registry: a literal table, joined by what third parties register as `toolkit.strategies`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+
+from strategies.base import Proposal, Strategy
+from strategies.data_parallel import DataParallel
+from strategies.zero import Zero
+from toolkit.plan import Job
+
+STRATEGIES: dict[str, Strategy] = {
+    "data_parallel": DataParallel(),
+    "zero": Zero(),
+}
+
+
+def registry() -> dict[str, Strategy]:
+    """Ours, and those of installed packages; a name of ours can't be taken over."""
+    others = {point.name: point.load()() for point in entry_points(group="toolkit.strategies") if point.name not in STRATEGIES}  # fmt: skip
+    return {**STRATEGIES, **others}
+
+
+def get(name: str) -> Strategy:
+    """The strategy of that name; `KeyError` if there is none."""
+    return registry()[name]
+
+
+def propose(job: Job, name: str = "auto") -> Iterator[Proposal]:
+    """Proposals of one strategy, or of all."""
+    chosen = list(registry().values()) if name == "auto" else [get(name)]
+    for strategy in chosen:
+        yield from strategy.propose(job)

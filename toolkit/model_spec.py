@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from toolkit.architecture_table import ARCHITECTURES
+from toolkit.architectures import Architecture
+from toolkit.model_config import known_type, resolve, text_config
+from toolkit.model_defaults import defaults
+from toolkit.model_files import load_model_config
+from toolkit.model_terms import Experts, Shape
+
+__all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,5 +73,65 @@ class ModelSpec:
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a Hugging Face `config.json`, given as a mapping."""
-    raise NotImplementedError
+    """The spec of a Hugging Face `config.json`, given as a mapping; a composite model's text part is read."""
+    text = text_config(config)
+    model_type = known_type(text.get("model_type"))
+    row = ARCHITECTURES[model_type]
+    return _count(model_type, row, resolve(model_type, row, text), tied=_tied(model_type, text))
+
+
+def _tied(model_type: str, config: Mapping[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings", defaults(model_type).values.get("tie_word_embeddings", True)))
+
+
+def _count(model_type: str, row: Architecture, shape: Shape, *, tied: bool) -> ModelSpec:
+    layers = [_layer(row, shape, index) for index in range(shape.layers)]
+    width = row.token_width(shape)
+    head = 0 if tied else (width + row.untied_bias) * shape.vocab
+    return ModelSpec(
+        model_type=model_type,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        gated_mlp=row.gated,
+        vocab=shape.vocab,
+        max_positions=shape.positions,
+        tied_embeddings=tied,
+        embedding_params=shape.vocab * width + row.embed(shape),
+        layer_params=tuple(layer.params for layer in layers),
+        layer_active_params=tuple(layer.active for layer in layers),
+        head_params=row.final(shape) + head,
+        **_expert_fields(row.experts, shape, sum(layer.sparse for layer in layers)),
+    )
+
+
+class _Layer(NamedTuple):
+    params: int
+    active: int
+    sparse: bool
+
+
+def _layer(row: Architecture, shape: Shape, index: int) -> _Layer:
+    base, experts = row.layer(shape, index), row.experts
+    if experts is None or not experts.sparse(shape, index):
+        params = base + row.mlp(shape, index)
+        return _Layer(params, params, False)
+    always, expert = base + experts.always(shape), experts.expert(shape)
+    number = shape.num(experts.number)
+    visited = min(shape.num(experts.per_token), number)
+    return _Layer(always + number * expert, always + visited * expert, True)
+
+
+def _expert_fields(experts: Experts | None, shape: Shape, sparse_layers: int) -> dict[str, int]:
+    if experts is None or not sparse_layers:
+        return {}
+    return {
+        "experts": shape.num(experts.number),
+        "experts_per_token": shape.num(experts.per_token),
+        "expert_ffn": shape.num(experts.width),
+        "shared_ffn": experts.shared(shape),
+        "moe_layers": sparse_layers,
+    }

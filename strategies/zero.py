@@ -1,0 +1,41 @@
+"""ZeRO: data parallel with optimizer states, gradients and parameters sharded over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from strategies.base import Proposal, Space, plans
+from toolkit.plan import OFFLOADS, ZERO_QUANTIZED, ZERO_VARIANTS, Job
+
+
+@dataclass(frozen=True)
+class Zero:
+    """DeepSpeed engine with ZeRO 1, 2 or 3."""
+
+    name: str = "zero"
+    summary: str = "data parallel with optimizer states (1), gradients (2) and parameters (3) sharded"
+    axes: tuple[str, ...] = (
+        "dp", "zero_stage", "zero_group", "zero_variant", "zero_quantized", "offload", "micro_batch", "grad_accum", "recompute",
+    )  # fmt: skip
+    needs: str = "one layer's weights and activations on one device; for offload, host memory"
+    refuses: str = "what compat.py lists: offload of parameters below stage 3, MiCS from DeepSpeed 0.19.7, ZeRO++ without CUDA"
+
+    def propose(self, job: Job) -> Iterator[Proposal]:
+        """The three stages, with offload, smaller groups and quantised traffic where they make sense."""
+        for stage in (1, 2, 3):
+            if job.fixed.get("zero_stage", stage) == stage:
+                yield from plans(self.name, job, self._space(stage, job))
+
+    def _space(self, stage: int, job: Job) -> Space:
+        """Variants are tried at stage 3 only, and below it when the recipe asks, to say why not."""
+        asked = job.fixed
+        deep = stage == 3
+        nvme = job.cluster.nvme_bytes > 0
+        usual = [o for o in OFFLOADS if (deep or o in ("none", "cpu")) and (nvme or not o.startswith("nvme"))]
+        return Space(
+            zero_stage=(stage,),
+            offload=OFFLOADS if "offload" in asked else usual,
+            zero_variant=ZERO_VARIANTS if "zero_variant" in asked else ("plain", "hpz") if deep else ("plain",),
+            zero_quantized=ZERO_QUANTIZED if "zero_quantized" in asked else ("none",),
+        )

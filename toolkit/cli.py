@@ -1,0 +1,58 @@
+"""The command line: a table of commands, each a module in `toolkit/commands`, imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from toolkit.errors import ToolkitError
+
+COMMANDS: dict[str, str] = {
+    "plan": "rank every plan for a recipe, with memory and time, and say why others are refused",
+    "train": "plan, write the run directory, launch and watch the workers",
+    "parity": "run a recipe under each strategy against one process and compare losses and gradient norms",
+    "strategies": "list the strategy registry",
+    "keys": "list every recipe key with its type, default and meaning",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code is the contract's."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parse(given)
+        return int(importlib.import_module(f"toolkit.commands.{args.command}").run(args))
+    except ToolkitError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone: `toolkit plan ... | head`
+        return 0
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="toolkit", description="Hybrid-parallel training of Hugging Face models on DeepSpeed.")  # fmt: skip
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name in given[:1]:
+            importlib.import_module(f"toolkit.commands.{name}").add_arguments(sub)
+    return parser.parse_args(given)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"zero-toolkit {version('zero-toolkit')}"
+    except PackageNotFoundError:
+        return "zero-toolkit (not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

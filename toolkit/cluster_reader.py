@@ -1,0 +1,153 @@
+"""Clusters from recipes: `auto` (this machine), a name in configs/clusters, a path, or a mapping."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from toolkit.cluster import Cluster
+from toolkit.errors import BadInput, Problem
+from toolkit.hardware import DEVICES, GB, GIB, Device
+from toolkit.recipe import ClusterSection
+from toolkit.resources import CONFIGS
+from toolkit.schema import build
+from toolkit.yaml_file import read_yaml
+
+GBIT = 10**9 / 8
+
+
+def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Cluster:
+    """The cluster that a recipe names; with `nproc`, only that many devices of it are used."""
+    if isinstance(given, ClusterSection):
+        cluster = from_section(given, name="cluster")
+    elif given == "auto":
+        return probe(nproc)
+    else:
+        cluster = from_file(_find(given))
+    return cluster if nproc is None else _limited(cluster, nproc)
+
+
+def from_file(path: Path) -> Cluster:
+    """A cluster file."""
+    problems: list[Problem] = []
+    section = build(ClusterSection, read_yaml(path), "", problems)
+    if problems:
+        raise BadInput(str(path), problems)
+    return from_section(section, name=path.stem)
+
+
+def from_section(section: ClusterSection, name: str) -> Cluster:
+    """A cluster from its recipe section: what is not given comes from the device's kind."""
+    device = cpu_device(section.devices_per_node) if section.device == "cpu" else _device(section.device)
+    intra = section.intra_gb_per_second * GB if section.intra_gb_per_second else device.link_bytes_per_second
+    host_bytes = section.host_memory_gib * GIB if section.host_memory_gib else _usual_host_bytes(device, section)
+    return Cluster(
+        name=name,
+        device=device,
+        nodes=section.nodes,
+        devices_per_node=section.devices_per_node,
+        intra_bytes_per_second=intra,
+        inter_bytes_per_second=(section.inter_gbps_per_device or device.inter_gbps) * GBIT,
+        host_memory_bytes=int(host_bytes),
+        nvme_bytes=int(section.nvme_gib * GIB),
+        latency_seconds=CPU_LATENCY_SECONDS if device.backend == "cpu" else Cluster.latency_seconds,
+    )
+
+
+def probe(nproc: int | None) -> Cluster:
+    """This machine: its NVIDIA devices if there are any, else processes on the CPU."""
+    names = _nvidia_names()
+    if not names:
+        count = nproc or os.cpu_count() or 1
+        return from_section(ClusterSection(device="cpu", devices_per_node=count), name="this machine (CPU)")
+    cluster = from_section(
+        ClusterSection(device=_nearest_kind(names[0]), devices_per_node=len(names), host_memory_gib=_host_bytes() / GIB),
+        name="this machine",
+    )
+    return cluster if nproc is None else _limited(cluster, nproc)
+
+
+def _limited(cluster: Cluster, nproc: int) -> Cluster:
+    if nproc > cluster.devices:
+        raise BadInput("--nproc", f"{nproc} processes given; {cluster.name} has {cluster.devices} devices; use at most that many")  # fmt: skip
+    nodes = max(1, nproc // cluster.devices_per_node)
+    per_node = nproc // nodes
+    if nodes * per_node != nproc:
+        raise BadInput("--nproc", f"{nproc} processes can't be spread evenly over nodes of {cluster.devices_per_node}")
+    return Cluster(**{**vars(cluster), "nodes": nodes, "devices_per_node": per_node})
+
+
+def _find(name: str) -> Path:
+    if Path(name).suffix in (".yaml", ".yml") or os.sep in name:
+        return Path(name)
+    path = CONFIGS / "clusters" / f"{name}.yaml"
+    if not path.exists():
+        known = sorted(p.stem for p in path.parent.glob("*.yaml"))
+        raise BadInput("cluster", f"{name!r} given; auto, a path, a mapping, or one of: {', '.join(known)}")
+    return path
+
+
+def _device(name: str) -> Device:
+    if name in DEVICES:
+        return DEVICES[name]
+    close = difflib.get_close_matches(name.upper(), DEVICES, n=3, cutoff=0.3) or list(DEVICES)
+    raise BadInput("cluster.device", f"{name!r} is not a known kind; nearest: {', '.join(close)}; or cpu")
+
+
+def _usual_host_bytes(device: Device, section: ClusterSection) -> float:
+    """This host's for a CPU; else twice the node's device memory, as the common servers have."""
+    return _host_bytes() if device.backend == "cpu" else 2.0 * device.memory_bytes * section.devices_per_node
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+CPU_LATENCY_SECONDS = 300e-6
+"""One gloo collective between processes of a host (measured on 2 cores)."""
+
+
+def cpu_device(processes: int) -> Device:
+    """One process's share of this host. Rates from the CPU's clock and vector width; `toolkit probe` measures them."""
+    share = max(os.cpu_count() or 1, 1) / processes
+    flops = _cpu_flops() * share
+    return Device(
+        name="cpu", backend="cpu", memory_bytes=_host_bytes() // processes, peak_flops=flops,
+        matmul_flops=0.6 * flops, memory_bytes_per_second=8e9 * share, link_bytes_per_second=1.5e9,
+        host_bytes_per_second=5e9, inter_gbps=10.0,
+    )  # fmt: skip
+
+
+def _cpu_flops() -> float:
+    """fp32 FLOPs a second of one hardware thread: 2 fused multiply-adds of a vector a cycle, shared by siblings."""
+    try:
+        info = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return 30e9
+    clock = re.search(r"cpu MHz\s*:\s*([\d.]+)", info)
+    hertz = float(clock[1]) * 1e6 if clock else 2.5e9
+    width = 16 if "avx512f" in info else 8 if "avx2" in info else 4
+    return hertz * width * 4 / 2
+
+
+def _nvidia_names() -> list[str]:
+    """Model names of the NVIDIA devices that this process may use."""
+    names = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        match = re.search(r"Model:\s*(.+)", path.read_text())
+        names.append(match[1].strip() if match else "unknown")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not names:
+        return names
+    count = len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    return names[:count]
+
+
+def _nearest_kind(name: str) -> str:
+    words = set(re.split(r"[\s-]+", name.upper()))
+    best = max(DEVICES, key=lambda kind: len(words & set(kind.upper().split("-"))))
+    if not words & set(best.upper().split("-")):
+        raise BadInput("cluster", f"device {name!r} is not a known kind; give cluster as a mapping with the nearest of: {', '.join(DEVICES)}")  # fmt: skip
+    return best

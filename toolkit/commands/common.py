@@ -1,0 +1,64 @@
+"""What several commands share: recipe arguments and the tables that show a decision."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from toolkit.planner import Decision, Option
+from toolkit.recipe import Recipe
+from toolkit.recipe_file import load_recipe
+from toolkit.resources import find_recipe
+
+GIB = 2**30
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """RECIPE, overrides and --nproc."""
+    parser.add_argument("recipe", help="recipe file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change, parsed as YAML")
+    parser.add_argument("--nproc", type=_positive, metavar="N", help="processes; default: every device of the cluster")
+
+
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe that the arguments name."""
+    return load_recipe(find_recipe(args.recipe), args.overrides)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} given; at least 1 is required")
+    return number
+
+
+def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
+    """The ranked table, and one line for each reason of refusal."""
+    table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
+    for heading in ("", "plan", "step", "tokens/s", "MFU", "memory", "of"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for place, option in enumerate(decision.ranked[:top], 1):
+        table.add_row(str(place), option.plan.describe(), *_cells(option))
+    if decision.ranked:
+        console.print(table)
+    for (strategy, reason), count in _reasons(decision).most_common(top):
+        console.print(f"[yellow]refused[/] {strategy} ({count}): {reason}", highlight=False)
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    estimate = option.estimate
+    used = f"{estimate.memory.total / GIB:.2f}"
+    return (
+        f"{estimate.time.total * 1000:,.0f} ms",
+        f"{estimate.tokens_per_second:,.0f}",
+        f"{estimate.mfu:.1%}",
+        used if estimate.fits else f"[red]{used}[/]",
+        f"{estimate.memory_limit_bytes / GIB:.1f} GiB",
+    )
+
+
+def _reasons(decision: Decision) -> Counter[tuple[str, str]]:
+    return Counter((refusal.strategy, refusal.reason) for refusal in decision.refused)

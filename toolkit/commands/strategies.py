@@ -1,0 +1,38 @@
+"""`toolkit strategies`: the registry, and the device kinds that plans know."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+import strategies
+from toolkit.hardware import DEVICES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--devices", action="store_true", help="list device kinds instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the table."""
+    table = _devices() if args.devices else _strategies()
+    Console().print(table)
+    return 0
+
+
+def _strategies() -> Table:
+    table = Table("strategy", "what it does", "axes", "needs", "refuses", show_lines=True)
+    for name, strategy in strategies.registry().items():
+        table.add_row(name, strategy.summary, ", ".join(strategy.axes), strategy.needs, strategy.refuses)
+    return table
+
+
+def _devices() -> Table:
+    table = Table("device", "backend", "memory GiB", "peak TFLOP/s", "TB/s", "GB/s to peers", "Gbit/s to nodes")
+    for name, device in DEVICES.items():
+        numbers = (device.memory_bytes / 2**30, device.peak_flops / 1e12, device.memory_bytes_per_second / 1e12, device.link_bytes_per_second / 1e9, device.inter_gbps)  # fmt: skip
+        table.add_row(name, device.backend, *(f"{number:g}" for number in numbers))
+    return table

@@ -1,0 +1,65 @@
+"""`toolkit train`: plan, write the run directory, launch, supervise."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from toolkit import launch
+from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
+from toolkit.preflight import check
+from toolkit.recipe_file import dump_recipe
+from toolkit.resolve import Resolved, resolve
+from toolkit.run_dir import RunDir, new_run_path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)")  # fmt: skip
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: OUTPUT/NAME-TIME")
+    parser.add_argument("--dry-run", action="store_true", help="show recipe, plan, DeepSpeed config and command; start nothing")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train a recipe on this host."""
+    console = Console()
+    recipe = check(read_recipe(args), console)
+    resolved = resolve(recipe, args.nproc)
+    if resolved.decision.chosen is None:
+        show_decision(resolved.decision, console)
+    chosen = resolved.chosen
+    path = args.run_dir or new_run_path(recipe.output, recipe.name)
+    nproc = chosen.plan.devices
+    if args.dry_run:
+        return _dry_run(resolved, path, nproc, args.launcher, console)
+    show_decision(resolved.decision, console, top=3)
+    run_dir = resolved.write(path)
+    _write_accelerate(run_dir, resolved, nproc)
+    console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
+    from toolkit.runtime.supervise import run_all
+
+    return run_all(launch.commands(args.launcher, path, nproc, resolved.job.cluster.device.backend), path / "logs")
+
+
+def _write_accelerate(run_dir: RunDir, resolved: Resolved, nproc: int) -> None:
+    config = launch.accelerate_config(run_dir.deepspeed, nproc, resolved.job.cluster.device.backend)
+    (run_dir.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def _dry_run(resolved: Resolved, path: Path, nproc: int, launcher: str, console: Console) -> int:
+    console.rule("recipe")
+    console.print(dump_recipe(resolved.recipe), markup=False, highlight=False)
+    console.rule("plan")
+    show_decision(resolved.decision, console, top=3)
+    console.rule("deepspeed.json")
+    console.print(json.dumps(resolved.deepspeed, indent=2), markup=False, highlight=False)
+    console.rule("command")
+    for command in launch.commands(launcher, path, nproc, resolved.job.cluster.device.backend):
+        settings = " ".join(f"{key}={value}" for key, value in command.env.items())
+        console.print(f"{settings} {' '.join(command.argv)}", markup=False, highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,156 @@
+"""What a DeepSpeed version can run, as data with the reason in words. Refusals quote it.
+
+A newer DeepSpeed is one more row, or a row's `until`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.plan import Job, Plan
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A combination that can't run."""
+
+    forbids: Callable[[Plan, Job], bool]
+    """Whether the rule speaks of this plan."""
+    reason: str
+    """Why, and what to do instead."""
+    since: str = "0"
+    """First DeepSpeed version with the limit."""
+    until: str = ""
+    """First DeepSpeed version without it; empty: none yet."""
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        forbids=lambda plan, job: plan.pp > 1 and plan.zero_stage > 1,
+        reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
+        reason="offload needs ZeRO: DeepSpeed moves only sharded optimizer states; use zero_stage 1, 2 or 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.endswith("_params") and plan.zero_stage != 3,
+        reason="parameters can be offloaded under ZeRO 3 only; use zero_stage 3 or offload: cpu",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.startswith("nvme") and plan.zero_stage != 3,
+        reason="DeepSpeed offloads to NVMe under ZeRO 3 only; use zero_stage 3 or offload: cpu",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.startswith("nvme") and job.cluster.nvme_bytes == 0,
+        reason="NVMe offload needs a cluster with nvme_gib above 0",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.startswith("nvme") and job.cluster.device.backend == "cpu",
+        reason="NVMe offload needs an accelerator: DeepSpeed's asynchronous I/O stages through pinned device memory",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload != "none" and job.workload.optimizer != "adamw",
+        reason="offload is offered with adamw, whose host update is the one that parity was measured with",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "mics",
+        reason="MiCS was removed in DeepSpeed 0.19.7; zero_variant hpz keeps parameter traffic inside a node instead",
+        since="0.19.7",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "mics" and plan.offload != "none",
+        reason="MiCS does not run with offload",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant != "plain" and plan.zero_stage != 3,
+        reason="hpZ and MiCS are variants of ZeRO 3; use zero_stage 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "plain" and plan.zero_stage > 0 and plan.zero_group != plan.dp,
+        reason="a zero_group smaller than dp needs zero_variant hpz (or mics, before DeepSpeed 0.19.7)",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_quantized != "none" and plan.zero_stage != 3,
+        reason="ZeRO++ quantised traffic is part of ZeRO 3; use zero_stage 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_quantized != "none" and job.cluster.device.backend != "cuda",
+        reason="ZeRO++ quantises with CUDA kernels; it needs NVIDIA devices",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_quantized != "none" and plan.precision == "fp32",
+        reason="ZeRO++ quantises 16-bit tensors; use precision bf16 or fp16",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.recompute == "selective",
+        reason="Hugging Face layers recompute whole layers; use recompute: full (sdpa and flash attention store no scores)",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.precision == "fp16" and job.cluster.device.backend == "cpu",
+        reason="DeepSpeed has no fp16 on CPU; use precision bf16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.precision == "bf16" and job.cluster.device.name.startswith("V100"),
+        reason="V100 has no bf16; use precision fp16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ("lamb", "lion") and job.cluster.device.backend != "cuda",
+        reason="DeepSpeed's LAMB and Lion are CUDA kernels; use optimizer adamw or sgd on this device",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and job.cluster.device.backend != "cuda",
+        reason="1-bit optimizers compress through NCCL; they need NVIDIA devices",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and (plan.zero_stage > 0 or plan.pp > 1),
+        reason="1-bit optimizers do their own reduction: ZeRO 0 without a pipeline only",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and plan.precision != "fp16",
+        reason="1-bit optimizers are built on DeepSpeed's fp16 optimizer; use precision fp16",
+    ),
+)  # fmt: skip
+
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+REFERENCE_VERSION: Version = (0, 19, 8)
+"""What is assumed where DeepSpeed is not installed (a laptop that only plans)."""
+
+
+def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
+    """Why this DeepSpeed can't run the plan; None if it can."""
+    version = version or deepspeed_version()
+    for rule in RULES:
+        if _applies(rule, version) and rule.forbids(plan, job):
+            return rule.reason
+    return None
+
+
+def pipeline_zero_stages() -> tuple[int, ...]:
+    """ZeRO stages that a pipeline runs with."""
+    return (0, 1)
+
+
+@functools.cache
+def deepspeed_version() -> Version:
+    """The installed DeepSpeed's version, read without importing it."""
+    try:
+        return parse_version(importlib.metadata.version("deepspeed"))
+    except importlib.metadata.PackageNotFoundError:
+        return REFERENCE_VERSION
+
+
+def parse_version(text: str) -> Version:
+    """`0.19.8+cpu` → (0, 19, 8)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else REFERENCE_VERSION
+
+
+def _applies(rule: Rule, version: Version) -> bool:
+    return parse_version(rule.since) <= version and (not rule.until or version < parse_version(rule.until))

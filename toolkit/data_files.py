@@ -1,0 +1,55 @@
+"""Which local files a recipe's data path means. Pure, so that a wrong path is found before anything starts."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sysconfig
+from pathlib import Path
+
+from toolkit.errors import BadInput
+
+TABLE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+TEXT_FORMATS = (".txt", ".md", ".py", ".text")
+BUILT_IN = ("synthetic", "python-stdlib")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def data_files(path: str) -> list[Path] | None:
+    """The files, sorted; None if the path is a hub id. `BadInput` if there is nothing to read."""
+    if path == "python-stdlib":
+        return _stdlib()
+    found = _local(path)
+    if found is None:
+        if _HUB_ID.fullmatch(path):
+            return None
+        raise BadInput("data.path", f"{path}: no such file or directory")
+    files = sorted(p for p in found if p.is_file() and p.suffix in (*TABLE_FORMATS, *TEXT_FORMATS))
+    if not files:
+        known = ", ".join((*TEXT_FORMATS, *TABLE_FORMATS))
+        raise BadInput("data.path", f"{path}: no data file; these are read: {known}")
+    unreadable = [p for p in files if not os.access(p, os.R_OK)]
+    if unreadable:
+        raise BadInput("data.path", f"{unreadable[0]} can't be read; check its permissions")
+    if all(p.stat().st_size == 0 for p in files):
+        raise BadInput("data.path", f"{path}: empty; at least one sequence of text is needed")
+    return files
+
+
+def _local(path: str) -> list[Path] | None:
+    if any(character in path for character in "*?["):
+        return [Path(p) for p in glob.glob(path, recursive=True)]
+    given = Path(path).expanduser()
+    if given.is_dir():
+        return list(given.rglob("*"))
+    if given.is_file():
+        return [given]
+    return None
+
+
+def _stdlib() -> list[Path]:
+    """The Python standard library's sources on this machine: real text that needs no download."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    return sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts[:-1]) and p.stat().st_size)  # fmt: skip

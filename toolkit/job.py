@@ -1,0 +1,52 @@
+"""From a recipe to a job: the model's shape, the cluster, the workload, the fixed axes."""
+
+from __future__ import annotations
+
+from toolkit.cluster_reader import read_cluster
+from toolkit.errors import BadInput, Problem
+from toolkit.model_spec import ModelSpec, load_model_config, read_model_config
+from toolkit.plan import Job, Workload
+from toolkit.recipe import Model, Recipe
+from toolkit.resources import CONFIGS
+
+
+def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
+    """Everything that planning depends on; `BadInput` where model, data and cluster can't go together."""
+    model = read_model(recipe.model)
+    job = Job(
+        model=model,
+        cluster=read_cluster(recipe.cluster, nproc),
+        workload=Workload(
+            global_batch=recipe.train.global_batch,
+            seq_len=recipe.data.seq_len,
+            precision=recipe.model.precision,
+            optimizer=recipe.train.optimizer,
+            flash_attention=recipe.model.attention != "eager",
+            lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
+            grad_clip=recipe.train.grad_clip,
+        ),
+        fixed=recipe.strategy.fixed(),
+    )
+    problems = _faults(job)
+    if problems:
+        raise BadInput(recipe.name, problems)
+    return job
+
+
+def read_model(section: Model) -> ModelSpec:
+    """The spec of the recipe's model."""
+    if section.config is not None:
+        return read_model_config(section.config)
+    assert section.path is not None
+    return read_model_config(load_model_config(section.path, models_dir=CONFIGS / "models"))
+
+
+def _faults(job: Job) -> list[Problem]:
+    model, work = job.model, job.workload
+    problems = []
+    if model.max_positions and work.seq_len > model.max_positions:
+        problems.append(Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}"))  # fmt: skip
+    devices = job.fixed.get("tp", 1) * job.fixed.get("pp", 1) * job.fixed.get("sp", 1)
+    if job.cluster.devices % devices:
+        problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))
+    return problems

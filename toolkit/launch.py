@@ -1,0 +1,81 @@
+"""How worker processes are started: argv lists and environment, never a shell string."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun")
+WORKER = "toolkit.worker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One process to start."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What is added to the environment."""
+    rank: int | None = None
+    """The rank, where the process is a worker itself."""
+
+
+def commands(launcher: str, run_dir: Path, nproc: int, backend: str) -> list[Command]:
+    """What to start for one host: every worker (`local`), or one launcher that starts them."""
+    env = _common_env(backend)
+    worker = ("--run-dir", str(run_dir))
+    if launcher == "local":
+        return _local(worker, nproc, env)
+    python = sys.executable
+    argv = {
+        "deepspeed": (python, "-m", "deepspeed.launcher.runner", "--num_gpus", str(nproc), "--master_port", str(free_port()), "--no_local_rank", "--module", WORKER),
+        "torchrun": (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "--module", WORKER),
+        "accelerate": (python, "-m", "accelerate.commands.launch", "--config_file", str(run_dir / "accelerate.yaml"), "--main_process_port", str(free_port()), "--module", WORKER),
+    }[launcher]  # fmt: skip
+    return [Command(argv=(*argv, *worker), env=env)]
+
+
+def accelerate_config(deepspeed_json: Path, nproc: int, backend: str) -> dict[str, object]:
+    """The `accelerate launch` config that starts the same workers."""
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"deepspeed_config_file": str(deepspeed_json), "zero3_init_flag": False},
+        "machine_rank": 0,
+        "num_machines": 1,
+        "num_processes": nproc,
+        "use_cpu": backend == "cpu",
+    }
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _local(worker: tuple[str, ...], nproc: int, env: Mapping[str, str]) -> list[Command]:
+    port = str(free_port())
+    shared = {**env, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    return [
+        Command(
+            argv=(sys.executable, "-m", WORKER, *worker),
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            rank=rank,
+        )
+        for rank in range(nproc)
+    ]
+
+
+def _common_env(backend: str) -> dict[str, str]:
+    env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    package_root = str(Path(__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    if backend == "cpu":
+        env["DS_ACCELERATOR"] = "cpu"  # also on a host that has accelerators
+    return env

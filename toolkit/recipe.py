@@ -1,0 +1,228 @@
+"""The recipe: what a person writes. One frozen dataclass a section; each field is documented under itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from toolkit.plan import AXES
+from toolkit.schema import number
+
+Precision = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adamw", "lamb", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters instead of all weights."""
+
+    rank: int = number(16, least=1)
+    """Rank of each adapter."""
+    alpha: float = number(32.0, above=0)
+    """Scale of the adapters, relative to the rank."""
+    dropout: float = number(0.0, least=0, most=1)
+    """Dropout before each adapter."""
+    targets: tuple[str, ...] | str = "auto"
+    """Module names that get an adapter; `auto`: every linear layer but the head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The Hugging Face model."""
+
+    path: str | None = None
+    """Hub id, local directory, or a name in configs/models; or give `config` instead."""
+    config: dict[str, Any] | None = None
+    """A Hugging Face config, inline: the model is built from scratch."""
+    init: Literal["pretrained", "scratch"] | None = None
+    """Weights to start from; default: `pretrained` with `path`, `scratch` with `config`."""
+    precision: Precision = "bf16"
+    """Data type of the forward and backward pass; masters and moments are fp32."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention implementation; `auto`: what transformers chooses."""
+    lora: Lora | None = None
+    """Train adapters only."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources that you trust."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The training data."""
+
+    path: str = "synthetic"
+    """Hub id, file, glob or directory (txt, jsonl, csv, parquet, arrow); `synthetic`; `python-stdlib` (local sources)."""
+    format: Literal["text", "instruction", "chat", "classification", "image-classification"] = "text"
+    """What a document is."""
+    tokenizer: str | None = None
+    """Hub id or directory of a tokenizer, or `bytes`; default: the model's."""
+    seq_len: int = number(512, least=2)
+    """Tokens of a sequence."""
+    packing: bool = True
+    """Fill sequences with several documents instead of padding."""
+    text_column: str = "text"
+    """Column that holds the text, in files that have columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Optimisation, the same under every strategy."""
+
+    global_batch: int = number(64, least=1)
+    """Sequences a step, over all devices."""
+    steps: int | None = number(None, least=1)
+    """Steps to train; or give `epochs`."""
+    epochs: float | None = number(None, above=0)
+    """Passes over the data; or give `steps`."""
+    optimizer: OptimizerName = "adamw"
+    """Update rule."""
+    lr: float = number(3e-4, above=0)
+    """Peak learning rate."""
+    betas: tuple[float, ...] = (0.9, 0.999)
+    """Decay of the two moments."""
+    eps: float = number(1e-8, above=0)
+    """Added to the second moment's root."""
+    weight_decay: float = number(0.0, least=0)
+    """Decoupled weight decay."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate follows `global_batch` relative to `base_batch`."""
+    base_batch: int | None = number(None, least=1)
+    """Batch that `lr` was chosen for; needed by `lr_scaling`."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Learning rate after the warm-up."""
+    min_lr_ratio: float = number(0.1, least=0, most=1)
+    """Last learning rate over the peak, for `cosine` and `linear`."""
+    warmup: float = number(0.03, least=0)
+    """Fraction of all steps if below 1, else steps."""
+    grad_clip: float = number(1.0, least=0)
+    """Largest global gradient norm; 0: no clipping."""
+    grad_reduce: Literal["mean", "sum"] = "mean"
+    """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
+    seed: int = number(0, least=0, most=2**31 - 1)
+    """Seed of weights, data order and dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the work is spread. Any axis may be fixed; the planner fills the rest."""
+
+    name: str = "auto"
+    """`auto` or a name of `toolkit strategies`."""
+    dp: int | None = number(None, least=1)
+    """Data-parallel replicas."""
+    tp: int | None = number(None, least=1)
+    """Tensor-parallel ranks."""
+    pp: int | None = number(None, least=1)
+    """Pipeline stages."""
+    sp: int | None = number(None, least=1)
+    """Sequence-parallel ranks."""
+    ep: int | None = number(None, least=1)
+    """Expert-parallel ranks."""
+    zero_stage: Literal[0, 1, 2, 3] | None = None
+    """What ZeRO shards: 1 optimizer states, 2 + gradients, 3 + parameters."""
+    zero_group: int | None = number(None, least=1)
+    """Ranks that hold one full set of sharded states."""
+    zero_variant: Literal["plain", "hpz", "mics"] | None = None
+    """How a smaller `zero_group` is made: ZeRO++ hpZ or MiCS."""
+    zero_quantized: Literal["none", "weights", "gradients", "both"] | None = None
+    """ZeRO++ quantised traffic."""
+    offload: Literal["none", "cpu", "nvme", "cpu_params", "nvme_params"] | None = None
+    """Optimizer states on the host's memory or disk; `*_params`: parameters too."""
+    nvme_path: str | None = None
+    """Directory on the fast disk, for `nvme` offload."""
+    micro_batch: int | None = number(None, least=1)
+    """Sequences that one replica computes at a time."""
+    grad_accum: int | None = number(None, least=1)
+    """Micro-batches a step."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Which activations are computed again in the backward pass."""
+    islands: int | None = number(None, least=1)
+    """Groups that synchronise every `local_steps` steps."""
+    local_steps: int | None = number(None, least=1)
+    """Steps between two exchanges of islands."""
+
+    def fixed(self) -> dict[str, Any]:
+        """The axes that are given: plan field → value."""
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSection:
+    """A cluster, inline."""
+
+    device: str
+    """Kind of device, as in `toolkit strategies --devices`; `cpu` for processes on the host."""
+    nodes: int = number(1, least=1)
+    """Number of nodes."""
+    devices_per_node: int = number(8, least=1)
+    """Devices of a node."""
+    intra_gb_per_second: float | None = number(None, above=0)
+    """Between two devices of one node, gigabytes a second, one direction; default: the kind's."""
+    inter_gbps_per_device: float | None = number(None, above=0)
+    """Network of one device, gigabit a second; default: the kind's."""
+    host_memory_gib: float | None = number(None, above=0)
+    """Memory of one node's host."""
+    nvme_gib: float = number(0.0, least=0)
+    """Fast local disk of one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Saving and going on."""
+
+    every: int = number(0, least=0)
+    """Steps between two checkpoints; 0: none."""
+    keep: int = number(3, least=1)
+    """Newest checkpoints that are kept."""
+    resume: str = "auto"
+    """`auto`: go on from the newest checkpoint of the run directory; `none`; or a checkpoint's path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wandb:
+    """One W&B run a job. The key comes from `wandb login` or WANDB_API_KEY, never from here."""
+
+    project: str = "zero-toolkit"
+    """W&B project."""
+    entity: str | None = None
+    """W&B team or user."""
+    mode: Literal["online", "offline", "disabled"] = "offline"
+    """`offline` needs no account; `wandb sync` uploads it later."""
+    group: str | None = None
+    """W&B group."""
+    tags: tuple[str, ...] = ()
+    """W&B tags."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is recorded."""
+
+    every: int = number(10, least=1)
+    """Steps between two lines on the console; files get every step."""
+    wandb: Wandb = field(default_factory=Wandb)
+    """Weights & Biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training job."""
+
+    name: str = "run"
+    """Letters, digits, `.`, `_`, `-`: names the run directory and the W&B run."""
+    model: Model
+    """The Hugging Face model."""
+    data: Data = field(default_factory=Data)
+    """The training data."""
+    train: Train = field(default_factory=Train)
+    """Optimisation."""
+    strategy: Strategy = field(default_factory=Strategy)
+    """How the work is spread."""
+    cluster: str | ClusterSection = "auto"
+    """`auto` (this machine), a name in configs/clusters, a path, or a mapping."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """Saving and going on."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """What is recorded."""
+    output: str = "runs"
+    """Directory of run directories."""

@@ -1,0 +1,76 @@
+"""From a recipe to an order: plan, DeepSpeed config, run directory. A root: it joins planning and registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import strategies
+from toolkit import planner, run_dir
+from toolkit.deepspeed_config import deepspeed_config
+from toolkit.errors import BadInput, NoPlanFits, Problem
+from toolkit.job import make_job
+from toolkit.plan import Job
+from toolkit.planner import Decision, Option
+from toolkit.recipe import Recipe
+from toolkit.schema import nearest
+from toolkit.timing import model_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Everything that is known before a process starts."""
+
+    recipe: Recipe
+    job: Job
+    decision: Decision
+
+    @property
+    def chosen(self) -> Option:
+        """The plan to run; `NoPlanFits` if there is none."""
+        if self.decision.chosen is None:
+            raise NoPlanFits(explain(self.decision))
+        return self.decision.chosen
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed config of the chosen plan."""
+        backend = self.job.cluster.device.backend
+        return deepspeed_config(self.chosen.plan, self.recipe.train, backend=backend, nvme_path=self.recipe.strategy.nvme_path)  # fmt: skip
+
+    def plan_json(self) -> dict[str, Any]:
+        """plan.json: the PLAN of the contract, and the bases of MFU."""
+        return {
+            **self.chosen.to_json(),
+            "model_flops": model_flops(self.job),
+            "peak_flops": self.job.cluster.device.peak_flops,
+        }
+
+    def write(self, path: Path) -> run_dir.RunDir:
+        """A new run directory with the order in it."""
+        run = run_dir.create(path)
+        run_dir.write(run, self.recipe, self.plan_json(), self.deepspeed)
+        return run
+
+
+def resolve(recipe: Recipe, nproc: int | None = None) -> Resolved:
+    """Plan a recipe."""
+    known = strategies.registry()
+    name = recipe.strategy.name
+    if name != "auto" and name not in known:
+        what = f"{name!r} is not a strategy; auto, {', '.join(known)}{nearest(name, list(known))}"
+        raise BadInput(recipe.name, [Problem("strategy.name", what)])
+    job = make_job(recipe, nproc)
+    return Resolved(recipe=recipe, job=job, decision=planner.decide(job, strategies.propose(job, name)))
+
+
+def explain(decision: Decision) -> str:
+    """Why no plan fits: one line a strategy and reason, the most frequent first."""
+    reasons: dict[tuple[str, str], int] = {}
+    for refusal in decision.refused:
+        key = (refusal.strategy, refusal.reason)
+        reasons[key] = reasons.get(key, 0) + 1
+    shown = sorted(reasons.items(), key=lambda item: -item[1])[:8]
+    lines = [f"no plan fits: {decision.considered} considered"]
+    return "\n".join(lines + [f"  {strategy}: {reason}" for (strategy, reason), _ in shown])

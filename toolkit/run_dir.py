@@ -1,0 +1,117 @@
+"""The run directory: the only border between planning and running."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import BadInput
+from toolkit.plan import Plan
+from toolkit.recipe import Recipe
+from toolkit.recipe_file import dump_recipe, load_recipe
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The effective recipe."""
+        return self.path / "recipe.yaml"
+
+    @property
+    def plan(self) -> Path:
+        """The chosen plan with its estimate."""
+        return self.path / "plan.json"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The DeepSpeed config."""
+        return self.path / "deepspeed.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """How the run ended."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoints, one directory each."""
+        return self.path / "checkpoints"
+
+    def log(self, rank: int) -> Path:
+        """Everything that a rank printed."""
+        return self.path / "logs" / f"rank-{rank}.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a worker is told: the contents of a run directory."""
+
+    recipe: Recipe
+    plan: Plan
+    deepspeed: dict[str, Any]
+    predicted_step_seconds: float
+    predicted_memory_bytes: int
+    model_flops: float
+    """FLOPs of a step by convention (no recompute): the base of MFU."""
+    peak_flops: float
+    """Peak of one device."""
+
+
+def new_run_path(output: str, name: str) -> Path:
+    """A fresh path `output/name-time`."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    path = Path(output) / f"{name}-{stamp}"
+    for number in range(2, 1000):
+        if not path.exists():
+            break
+        path = Path(output) / f"{name}-{stamp}-{number}"
+    return path
+
+
+def create(path: Path) -> RunDir:
+    """Make the directory; `BadInput` if something is there already."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise BadInput("--run-dir", f"{path} already exists and is not empty; choose another, or go on with it: toolkit resume {path}")  # fmt: skip
+    try:
+        (path / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput("output", f"{path} can't be made: {error.strerror}") from None
+    return RunDir(path)
+
+
+def write(run: RunDir, recipe: Recipe, plan: dict[str, Any], deepspeed: dict[str, Any]) -> None:
+    """Put the three files of the border into the directory."""
+    run.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
+    run.plan.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+    run.deepspeed.write_text(json.dumps(deepspeed, indent=2) + "\n", encoding="utf-8")
+
+
+def read(run: RunDir) -> Order:
+    """What the three files say."""
+    try:
+        plan = json.loads(run.plan.read_text(encoding="utf-8"))
+        deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise BadInput(str(run.path), f"not a run directory: {error}") from None
+    return Order(
+        recipe=load_recipe(run.recipe),
+        plan=Plan(**{f.name: plan[f.name] for f in fields(Plan)}),
+        deepspeed=deepspeed,
+        predicted_step_seconds=plan["time"]["total"],
+        predicted_memory_bytes=plan["memory"]["total"],
+        model_flops=plan["model_flops"],
+        peak_flops=plan["peak_flops"],
+    )

@@ -1,0 +1,102 @@
+"""The DeepSpeed engine behind one call: a global batch in, loss and gradient norm out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+from torch.nn.functional import cross_entropy
+
+from toolkit.plan import Plan
+from toolkit.recipe import Train
+from toolkit.runtime.data import IGNORE, MicroBatch
+from toolkit.runtime.distributed import all_sum, device
+from toolkit.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, the same on every rank and under every strategy."""
+
+    loss: torch.Tensor
+    """Cross-entropy averaged over the counted tokens of the global batch; still on the device."""
+    tokens: int
+    """Counted tokens of the global batch."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of the update."""
+
+
+class Engine(Protocol):
+    """What the trainer drives."""
+
+    @property
+    def replica(self) -> int:
+        """Which data-parallel replica this rank is part of."""
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        """Train on this replica's share of a global batch."""
+
+
+class ReplicaEngine:
+    """Data parallel and ZeRO: each rank holds a replica, or its shards of one."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule) -> None:  # fmt: skip
+        self._plan = plan
+        self._scale = float(plan.global_batch if train.grad_reduce == "sum" else 1)
+        self._norm = 0.0
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+        )
+        self._plain = plan.zero_stage == 0 and plan.precision == "fp32"
+        if self._plain:
+            # DeepSpeed (0.19) clips plain fp32 gradients without telling their norm; this tells it, clipping alike.
+            self._engine.clip_fp32_gradients = lambda: self._measure(self._engine.gradient_clipping())
+
+    @property
+    def replica(self) -> int:
+        return int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model inside the engine."""
+        return self._engine.module  # type: ignore[no-any-return]
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        tokens = int(all_sum(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+        # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
+        weight = self._scale * self._plan.grad_accum * self._plan.dp / max(tokens, 1)
+        total = torch.zeros((), device=device())
+        lr = float(self._engine.get_lr()[0])
+        for micro in batch:
+            loss = self._loss_sum(micro.to(device()))
+            total += loss.detach()
+            self._engine.backward(loss * weight)
+            if self._plain and self._engine.gradient_clipping() == 0 and self._engine.is_gradient_accumulation_boundary():
+                self._measure(float("inf"))
+            self._engine.step()
+        return StepResult(loss=all_sum(total) / max(tokens, 1), tokens=tokens, grad_norm=self._grad_norm(), lr=lr)
+
+    def _loss_sum(self, micro: MicroBatch) -> torch.Tensor:
+        inputs = {"input_ids": micro.input_ids, "use_cache": False}
+        if micro.attention_mask is not None:
+            inputs["attention_mask"] = micro.attention_mask
+        logits = self._engine(**inputs).logits
+        return cross_entropy(logits.flatten(0, 1).float(), micro.labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def _measure(self, max_norm: float) -> None:
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
+
+    def _grad_norm(self) -> float:
+        if self._plain:
+            return self._norm
+        norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")

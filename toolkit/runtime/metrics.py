@@ -1,0 +1,96 @@
+"""What a run records, and where it goes. A sink is any object with `start`, `log` and `finish`."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One line of metrics.jsonl."""
+
+    step: int
+    """Counted from 1."""
+    loss: float
+    """Cross-entropy averaged over the counted tokens of the global batch."""
+    lr: float
+    grad_norm: float
+    """Global norm before clipping."""
+    tokens: int
+    """Counted tokens of this step, over all ranks."""
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    """Model FLOPs a second (6 a parameter and token, attention over the full square, no recompute) over the peak."""
+    memory_bytes: int
+    """Peak of this rank so far."""
+    comm_seconds: float
+    """Time that this rank was held by collectives."""
+    data_seconds: float
+    """Time that this rank waited for its batch."""
+
+
+class Sink(Protocol):
+    """Where records go. Ten lines make a new one."""
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        """Recipe, plan and run directory, before the first step."""
+
+    def log(self, record: Record) -> None:
+        """One step."""
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """The end, good or bad."""
+
+
+class JsonlSink:
+    """metrics.jsonl and summary.json in the run directory."""
+
+    def __init__(self, metrics: Path, summary: Path) -> None:
+        self._metrics, self._summary = metrics, summary
+        self._file: IO[str] | None = None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._file = self._metrics.open("a", encoding="utf-8", buffering=1)
+
+    def log(self, record: Record) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(asdict(record)) + "\n")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.close()
+        temporary = self._summary.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self._summary)
+
+
+@dataclass
+class Recorder:
+    """Sends records to every sink and keeps what the summary needs."""
+
+    sinks: list[Sink]
+    step_seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    first_loss: float | None = None
+    last: Record | None = None
+
+    def log(self, record: Record) -> None:
+        """One step."""
+        self.step_seconds.append(record.step_seconds)
+        self.tokens += record.tokens
+        self.last = record
+        self.first_loss = record.loss if self.first_loss is None else self.first_loss
+        for sink in self.sinks:
+            sink.log(record)
+
+    def typical_step_seconds(self) -> float:
+        """Median without the first steps, in which caches fill and one is watched for memory."""
+        settled = self.step_seconds[3:] or self.step_seconds
+        return statistics.median(settled) if settled else 0.0

@@ -1,0 +1,69 @@
+"""The Hugging Face model: built or loaded, the same on every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+
+from toolkit.errors import BadInput
+from toolkit.recipe import Model
+from toolkit.runtime.distributed import gather_objects
+
+
+def load_config(section: Model) -> PretrainedConfig:
+    """The Hugging Face config of the recipe's model."""
+    try:
+        if section.config is not None:
+            values = dict(section.config)
+            return AutoConfig.for_model(values.pop("model_type"), **values)
+        return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+    except (KeyError, ValueError, TypeError, OSError) as error:
+        raise BadInput("model", f"transformers can't read the config: {_first_line(error)}") from None
+
+
+def build_model(section: Model, seed: int) -> PreTrainedModel:
+    """The model in fp32 on the host, with weights that depend on the seed and the recipe only."""
+    config = load_config(section)
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code}
+    if section.attention != "auto":
+        options["attn_implementation"] = section.attention
+    set_seed(seed)
+    try:
+        if section.init == "scratch":
+            model = AutoModelForCausalLM.from_config(config, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(section.path, config=config, use_safetensors=True, **options)
+    except (ValueError, OSError, ImportError) as error:
+        raise BadInput("model", f"transformers can't build it: {_first_line(error)}") from None
+    model.config.use_cache = False
+    return model
+
+
+def recompute_layers(model: PreTrainedModel) -> None:
+    """Keep only layer inputs for the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def check_same_weights(model: torch.nn.Module) -> None:
+    """Stop if ranks start from different weights: they would train apart without a word."""
+    digests = {name: _digest(tensor) for name, tensor in model.named_parameters()}
+    by_rank = gather_objects(digests)
+    for rank, other in enumerate(by_rank):
+        differing = [name for name in by_rank[0] if other.get(name) != by_rank[0][name]]
+        if differing:
+            raise RuntimeError(
+                f"rank {rank} starts with other weights than rank 0 in {len(differing)} parameters, first {differing[0]}; "
+                "check that every rank has the same recipe, seed, library versions and model files"
+            )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,34 @@
+"""Learning rate over steps, as a factor of the peak: a pure function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from toolkit.recipe import Train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Linear warm-up, then `kind` down to `min_ratio` at `steps`."""
+
+    kind: str
+    steps: int
+    warmup_steps: int
+    min_ratio: float
+
+    def factor(self, step: int) -> float:
+        """Factor for the update number `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        fall = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1.0 - progress
+        return self.min_ratio + (1.0 - self.min_ratio) * fall
+
+
+def make_schedule(train: Train, steps: int) -> Schedule:
+    """The recipe's schedule over a known number of steps."""
+    warmup = round(train.warmup * steps) if train.warmup < 1 else int(train.warmup)
+    return Schedule(kind=train.schedule, steps=steps, warmup_steps=min(warmup, steps), min_ratio=train.min_lr_ratio)

@@ -1,0 +1,151 @@
+"""Mappings into frozen dataclasses, strictly: every fault is collected with its key path."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar
+
+from toolkit.errors import Problem
+
+T = TypeVar("T")
+INVALID: Any = object()
+"""Stands for a value that had a fault; the fault is in the list."""
+
+
+def number(default: Any = MISSING, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:  # fmt: skip
+    """A number field with its range; `above` excludes the bound itself."""
+    metadata = {"least": least, "above": above, "most": most}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+def build(cls: type[T], given: Any, path: str, problems: list[Problem]) -> T:
+    """An instance of `cls` from a mapping; faults are appended to `problems`, and `INVALID` returned."""
+    if not isinstance(given, Mapping):
+        problems.append(Problem(path or "recipe", f"{show(given)} given; a mapping of keys is required"))
+        return typing.cast(T, INVALID)
+    known = {f.name: f for f in fields(typing.cast(Any, cls))}
+    hints = typing.get_type_hints(cls)
+    before = len(problems)
+    for key in given:
+        if key not in known:
+            problems.append(Problem(join(path, str(key)), _unknown(str(key), known, path)))
+    values = {
+        name: _check(hints[name], given[name], join(path, name), known[name], problems)
+        for name in known
+        if name in given
+    }
+    for name, f in known.items():
+        if name not in given and f.default is MISSING and f.default_factory is MISSING:
+            problems.append(Problem(join(path, name), "required, but not given"))
+    return typing.cast(T, INVALID) if len(problems) > before else cls(**values)
+
+
+def _check(kind: Any, value: Any, path: str, f: Field[Any], problems: list[Problem]) -> Any:
+    """`value` as `kind`, or `INVALID` and one more problem."""
+    options = [kind]
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        options = list(typing.get_args(kind))
+    for option in options:
+        if is_dataclass(option) and isinstance(value, Mapping):
+            return build(typing.cast(type, option), value, path, problems)
+        result = _scalar(option, value)
+        if result is not INVALID:
+            fault = _range_fault(result, f)
+            if fault:
+                problems.append(Problem(path, f"{show(value)} given; {fault}"))
+            return INVALID if fault else result
+    problems.append(Problem(path, _mismatch(value, options)))
+    return INVALID
+
+
+def _scalar(kind: Any, value: Any) -> Any:
+    if kind is type(None):
+        return None if value is None else INVALID
+    if typing.get_origin(kind) is Literal:
+        return value if value in typing.get_args(kind) and not isinstance(value, bool) else INVALID
+    if typing.get_origin(kind) is tuple:
+        return _items(typing.get_args(kind)[0], value)
+    if typing.get_origin(kind) in (dict, Mapping) or kind is dict:
+        return dict(value) if isinstance(value, Mapping) else INVALID
+    if kind is float:
+        return _as_float(value)
+    if kind is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else INVALID
+    return value if isinstance(kind, type) and isinstance(value, kind) else INVALID
+
+
+def _items(kind: Any, value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return INVALID
+    items = tuple(_scalar(kind, item) for item in value)
+    return INVALID if any(item is INVALID for item in items) else items
+
+
+def _as_float(value: Any) -> Any:
+    """Numbers, and `3e-4`, which YAML 1.1 reads as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return INVALID
+    try:
+        result = float(value)
+    except (ValueError, OverflowError):
+        return INVALID
+    return result if math.isfinite(result) else INVALID
+
+
+def _range_fault(value: Any, f: Field[Any]) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    least, above, most = (f.metadata.get(name) for name in ("least", "above", "most"))
+    if least is not None and value < least:
+        return f"at least {least:g} is required"
+    if above is not None and value <= above:
+        return f"more than {above:g} is required"
+    if most is not None and value > most:
+        return f"at most {most:g} is allowed"
+    return None
+
+
+def _mismatch(value: Any, options: list[Any]) -> str:
+    choices = [str(choice) for option in options if typing.get_origin(option) is Literal for choice in typing.get_args(option)]  # fmt: skip
+    wanted = " or ".join(words(option) for option in options if option is not type(None))
+    hint = nearest(str(value), choices) if choices else ""
+    return f"{show(value)} given; {wanted} is required{hint}"
+
+
+def words(kind: Any) -> str:
+    """A type in words for a person."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return "a list of " + words(typing.get_args(kind)[0]).removeprefix("a ").removeprefix("an ") + "s"
+    if is_dataclass(kind) or kind is dict or typing.get_origin(kind) in (dict, Mapping):
+        return "a mapping"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind, str(kind))
+
+
+def _unknown(key: str, known: Mapping[str, Any], path: str) -> str:
+    return "unknown key" + nearest(key, [join(path, name) for name in known], of=join(path, key))
+
+
+def nearest(given: str, known: list[str], of: str | None = None) -> str:
+    """`; did you mean X?`, or what there is if nothing is near."""
+    close = difflib.get_close_matches(of or given, known, n=1, cutoff=0.75)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known: {', '.join(name.rpartition('.')[2] for name in known)}" if of else ""
+
+
+def join(path: str, key: str) -> str:
+    """`path.key`."""
+    return f"{path}.{key}" if path else key
+
+
+def show(value: Any) -> str:
+    """A value for a message, not longer than a line."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

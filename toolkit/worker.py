@@ -1,0 +1,120 @@
+"""The worker process: the same under deepspeed, accelerate, torchrun, Slurm and a notebook.
+
+    deepspeed --module toolkit.worker RECIPE [key=value ...]
+    python -m toolkit.worker --run-dir DIR
+
+Everything that it prints goes to `logs/rank-N.log`; only progress (rank 0) and failures reach the terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from toolkit import run_dir
+from toolkit.errors import BadInput, RankFailed, ToolkitError
+from toolkit.launch import free_port
+from toolkit.recipe_file import load_recipe
+from toolkit.resolve import Resolved, resolve
+from toolkit.resources import find_recipe
+from toolkit.run_dir import RunDir
+
+
+class Terminal:
+    """The streams that the process was started with, kept when output is sent to a log."""
+
+    def __init__(self) -> None:
+        self.out: IO[str] = sys.stdout
+        self.err: IO[str] = sys.stderr
+
+    def redirect(self, log: Path) -> None:
+        """Send this process's output, native code's too, to the log."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.out = os.fdopen(os.dup(1), "w", buffering=1)
+        self.err = os.fdopen(os.dup(2), "w", buffering=1)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run as one rank; the exit code is the contract's."""
+    args = _parser().parse_args(argv)
+    terminal = Terminal()
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        _run(args, terminal)
+    except ToolkitError as error:
+        # The same fault meets every rank: one of them says it.
+        if rank == 0:
+            print(error, file=terminal.err, flush=True)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        print(f"rank {rank} failed: {type(error).__name__}: {error}", file=terminal.err, flush=True)
+        return RankFailed.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="toolkit.worker", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("recipe", nargs="?", help="recipe file, for people who launch by themselves")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--run-dir", type=Path, help="a prepared run directory; with RECIPE: where to make one")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # some launchers pass it
+    return parser
+
+
+def _run(args: argparse.Namespace, terminal: Terminal) -> None:
+    resolved = None
+    if args.recipe is not None:  # every rank finds faults of the input before torch is imported
+        recipe = load_recipe(find_recipe(args.recipe), args.overrides)
+        resolved = resolve(recipe, nproc=int(os.environ.get("WORLD_SIZE", 1)))
+        _ = resolved.chosen
+    elif args.run_dir is None:
+        raise BadInput("toolkit.worker", "give a recipe, or --run-dir with a prepared directory")
+    if "RANK" not in os.environ:  # no launcher: one process
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    from toolkit.runtime import distributed
+    from toolkit.runtime.run import run_rank
+
+    world = distributed.World.from_env(os.environ)
+    if resolved is None:
+        run = RunDir(args.run_dir)
+        terminal.redirect(run.log(world.rank))
+        distributed.join(world)
+    else:
+        distributed.join(world)
+        run = _prepare(resolved, args.run_dir, world.rank)
+        terminal.redirect(run.log(world.rank))
+    run_rank(run_dir.read(run), run, world, terminal.out)
+
+
+def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:
+    """Rank 0 makes the run directory; all ranks use it, or fail alike."""
+    from toolkit.runtime import distributed
+
+    outcome: Path | BadInput | None = None
+    if rank == 0:
+        try:
+            outcome = wanted or run_dir.new_run_path(resolved.recipe.output, resolved.recipe.name)
+            resolved.write(outcome)
+        except BadInput as error:
+            outcome = error
+    outcome = distributed.broadcast_object(outcome)
+    if isinstance(outcome, BadInput):
+        raise outcome
+    assert outcome is not None
+    return RunDir(outcome)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

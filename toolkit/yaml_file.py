@@ -1,0 +1,66 @@
+"""Reading YAML that a person wrote: safe, strict about duplicate keys, one clear message for every fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import BadInput
+
+MAX_BYTES = 1_000_000
+MAX_ALIASES = 100
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """`SafeLoader` that refuses what plain YAML swallows: duplicate keys, and aliases without end."""
+
+    aliases = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key_node, _ in getattr(node, "value", []) if isinstance(node, yaml.MappingNode) else []:
+            key = str(key_node.value)
+            if key in seen and key != "<<":
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text; `BadInput` that names `source` if it is not plain YAML."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
+        raise BadInput(source, f"not usable as YAML: {_brief(error)}") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file."""
+    return parse_yaml(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """A small text file; `BadInput` if there is none or it can't be read."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise BadInput(str(path), f"larger than {MAX_BYTES:,} bytes; a recipe or cluster file is small")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadInput(str(path), "no such file") from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise BadInput(str(path), f"can't be read: {error}") from None
+
+
+def _brief(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error) or type(error).__name__
+    return f"line {mark.line + 1}, column {mark.column + 1}: {what}" if mark else what
