@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.execution import Execution, layer_shape
 from toolkit.operators import LayerShape
 
@@ -9,8 +11,12 @@ SCORES = {"eager": 8.0, "kernels": 2.0, "compiled": 2.0}
 """Bytes of stored softmax output (and its fp32 copy in eager Hugging Face attention) for one score."""
 SCORES_DROPOUT = 3.0
 """Dropped-out scores and their 1-byte mask."""
-LOGIT_BYTES = {"eager": 10.0, "kernels": 8.0, "compiled": 8.0}
-"""16-bit logits, their fp32 copy and the gradient; eager torch holds log-probabilities as well."""
+LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
+"""16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
+PIPELINE_BUFFERS = 2
+"""A micro-batch in flight also holds what a stage received and what it sent on."""
+LIVE_LAYERS = 2
+"""Activations of the layer in the backward pass, and as much again for their gradients."""
 FLASH_STATS_BYTES = 4.0
 """Log-sum-exp of one head and token."""
 
@@ -61,14 +67,19 @@ def mean_layer_bytes(e: Execution) -> float:
     return dense * (1 - experts) + mixed * experts
 
 
-def stage_bytes(e: Execution, layers: int, in_flight: float) -> float:
-    """Activations of `layers` layers for the micro-batches in flight, and the layer that is being recomputed."""
-    whole = mean_layer_bytes(e)
-    kept = e.recompute.kept
-    if kept == 1.0:
-        return layers * whole * in_flight
+def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
+    """Activations of `layers` layers that the micro-batches in flight keep until their backward pass."""
     inputs = e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
-    return layers * (inputs + kept * whole) * in_flight + whole
+    buffers = PIPELINE_BUFFERS * inputs * in_flight if e.pp > 1 else 0.0
+    if e.recompute.kept == 1.0:
+        return layers * mean_layer_bytes(e) * in_flight + buffers
+    fused = mean_layer_bytes(replace(e, software=replace(e.software, fusion="compiled")))
+    return layers * (inputs + e.recompute.kept * fused) * in_flight + buffers
+
+
+def live_bytes(e: Execution) -> float:
+    """What the layer in the backward pass needs on top: gradients, and its recomputed activations."""
+    return (LIVE_LAYERS - e.recompute.kept) * mean_layer_bytes(e)
 
 
 def logit_bytes(e: Execution) -> float:

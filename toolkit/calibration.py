@@ -44,7 +44,7 @@ class Calibration:
     """Step. Start-up of a ring through many nodes, for each node, in units of `Cluster.inter_latency_seconds`."""
     ramp_seconds: float = 43e-6
     """NCCL. Time constant by which a collective comes up to full bandwidth as messages grow."""
-    fragmentation: float = 0.05
+    fragmentation: float = 0.14
     """Memory. Share of what the allocator reserves beyond live tensors."""
     context_bytes: float = 1.4 * 2**30
     """Memory. Device context, libraries and workspaces of one process."""

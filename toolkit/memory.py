@@ -32,16 +32,17 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     """Memory of one pipeline stage."""
     params = _stage_params(e, index)
     layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
-    last = index == e.pp - 1
+    logits = activations.logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before the first layer's backward pass
     parts = {
         "params": _param_bytes(e, params),
         "grads": _grad_bytes(e, params),
         "optimizer": 0.0 if e.offload != "none" else _state_bytes(e, params) / state_shards(e),
-        "activations": activations.stage_bytes(e, layers, _in_flight(e, index)),
-        "logits": activations.logit_bytes(e) if last else 0.0,
+        "activations": activations.kept_bytes(e, layers, _in_flight(e, index)) + max(0.0, activations.live_bytes(e) - logits),
+        "logits": logits,
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),
     }
+    parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
     parts["host"] = _host_bytes(e, params)
@@ -78,7 +79,7 @@ def _param_bytes(e: Execution, params: float) -> float:
     """Weights in the training precision; hpZ holds a second copy inside its group."""
     if e.offload.endswith("_params"):
         return 0.0
-    if e.zero_stage < 3:
+    if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
     shard = e.element_bytes * params / state_shards(e)
     return shard + (e.element_bytes * params / e.zero_group if e.zero_variant == "hpz" else 0.0)
@@ -88,7 +89,7 @@ def _grad_bytes(e: Execution, params: float) -> float:
     """Gradients of trained weights; ZeRO 2 and 3 keep the own shard; offload moves it to the host."""
     trained = params * e.trained_share
     width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
-    if e.zero_stage < 2:
+    if e.zero_stage < 2 or e.pp > 1:
         return width * trained
     return 0.0 if e.offload != "none" else width * trained / state_shards(e)
 
@@ -125,6 +126,14 @@ def _buffers(e: Execution, params: float) -> float:
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
     buckets = 2 if e.software.dp_overlap else 1
     return buckets * width * min(BUCKET_ELEMENTS, params * e.trained_share, _largest_bucket(e))
+
+
+def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
+    """fp32 gradients of the own shard exist during the update; they reuse what the backward pass has freed."""
+    if e.element_bytes == 4 or e.offload != "none" or not e.master_weights:
+        return 0.0
+    copies = 4 * params * e.trained_share / state_shards(e)
+    return max(0.0, copies - parts["activations"] - parts["logits"] - parts["gathered"])
 
 
 def _largest_bucket(e: Execution) -> float:
