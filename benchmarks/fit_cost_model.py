@@ -158,7 +158,8 @@ def fit_nccl(start: Calibration) -> Calibration:
 
     found = _with(start, NCCL, least_squares(residuals, origin, loss="soft_l1", f_scale=0.05).x)
     for title, cal in (("in calibration.py", start), ("fitted again", found)):
-        print(f"NCCL all-reduce, {len(cases)} timings, {title}: median error {median(map(abs, nccl_errors(cases, cal))):.1%}")
+        error = median(map(abs, nccl_errors(cases, cal)))
+        print(f"NCCL all-reduce, {len(cases)} timings, {title}: median error {error:.1%}")
     print("  " + ", ".join(f"{name} {getattr(found, name):.4g}" for name in NCCL))
     return found
 

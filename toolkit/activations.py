@@ -42,10 +42,8 @@ def inner_bytes(e: Execution, shape: LayerShape) -> float:
     """Queries, keys, values, attention output and the MLP's inner tensors for one token, in 16 bits."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * (2 * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
-    if shape.gated:
-        tensors = 3 if e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
-    else:
-        tensors = 2
+    gated = 3 if e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
+    tensors = gated if shape.gated else 2
     inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
     routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens as sent to experts and back
     return attention + 2 * tensors * inner + routed

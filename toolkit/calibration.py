@@ -14,35 +14,35 @@ from dataclasses import dataclass, fields
 class Calibration:
     """How far real training stays behind the hardware's best rates."""
 
-    matmul: float = 0.94
+    matmul: float = 0.947
     """Step. Share of a device's best measured matmul rate that a layer's large matmuls reach in training."""
-    attention: float = 0.90
+    attention: float = 0.89
     """Step. Share of the published attention-kernel rates that is reached in training."""
-    stream: float = 0.60
+    stream: float = 0.61
     """Step. Share of the memory bandwidth that element-wise operators reach."""
     launch_seconds: float = 3.2e-5
     """Step. Host time of one operator: Python, autograd and launch; it shows where operators are small."""
-    tp_exposed: float = 0.45
+    tp_exposed: float = 0.46
     """Step. Share of tensor-parallel traffic that slicing it beside its matmul leaves visible."""
-    interference: float = 0.50
+    interference: float = 0.49
     """Step. Share of hidden traffic that comes back as slower compute: both use memory and multiprocessors."""
-    fixed_seconds: float = 5e-3
+    fixed_seconds: float = 3.5e-3
     """Step. Data loading, logging and synchronisation of one step."""
     power: float = 0.6
     """Dev rows. Exponent by which a sustained rate falls with watts per FLOP below an H100's 700 W for 989 TFLOP/s."""
     misaligned: float = 0.7
     """Dev rows. Rate of a matmul with a side that is no multiple of 64 (BigScience: 14400 against 14336)."""
-    intra: float = 0.775
+    intra: float = 0.76
     """NCCL. Share of the links inside a node that a large collective reaches."""
     inter: float = 0.70
     """NCCL and step. The same for the network between nodes."""
     rank_latency: float = 0.2
     """NCCL. Start-up of a collective inside a node, for each rank, in units of `Cluster.latency_seconds`."""
-    node_latency: float = 0.45
+    node_latency: float = 0.9
     """NCCL. Growth of the start-up with each doubling of the nodes, in units of `Cluster.inter_latency_seconds`."""
     ring_hop: float = 0.25
-    """Step. Start-up of a ring through many nodes, for each node, in units of `Cluster.inter_latency_seconds`."""
-    ramp_seconds: float = 43e-6
+    """Step. One hop of a ring that leaves the node, for each rank, in units of `Cluster.inter_latency_seconds`."""
+    ramp_seconds: float = 45e-6
     """NCCL. Time constant by which a collective comes up to full bandwidth as messages grow."""
     fragmentation: float = 0.14
     """Memory. Share of what the allocator reserves beyond live tensors."""

@@ -9,7 +9,7 @@ from toolkit.calibration import Calibration
 from toolkit.cluster import Cluster
 
 IN_SWITCH_GAIN = 1.3
-"""All-reduce with reduction in the switch against without: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
+"""All-reduce with reduction in the switch over without: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
 BUCKET_BYTES = 500e6
 """Large transfers go in buckets of about this size; each pays the start-up again (DeepSpeed's default)."""
 
@@ -42,18 +42,22 @@ def all_reduce(size: float, where: Group, cluster: Cluster, cal: Calibration) ->
     if where.ranks <= 1 or size <= 0:
         return 0.0
     switch = cluster.device.in_switch_reduction and where.nodes == 1 and where.ranks >= 8
-    wire = 2.0 * (where.ranks - 1) / where.ranks
-    return _startup(where, cluster, cal) + _transfer(wire, size, bandwidth(where, cluster, cal) * (IN_SWITCH_GAIN if switch else 1.0), cal)  # fmt: skip
+    rate = bandwidth(where, cluster, cal) * (IN_SWITCH_GAIN if switch else 1.0)
+    return _startup(where, cluster, cal) + _transfer(2.0 * (where.ranks - 1) / where.ranks, size, rate, cal)
 
 
-def gather(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
-    """All-gather or reduce-scatter of `size` bytes in full: a ring, whose start-up grows with the nodes."""
+def gather(size: float, where: Group, cluster: Cluster, cal: Calibration, messages: int = 1) -> float:
+    """All-gather or reduce-scatter of `size` bytes in full: a ring, each message of which passes every rank in turn."""
     if where.ranks <= 1 or size <= 0:
         return 0.0
-    buckets = max(1.0, size / BUCKET_BYTES)
-    hops = buckets * (where.nodes - 1) * cal.ring_hop * cluster.inter_latency_seconds
+    hops = messages * (where.ranks - 1) * cal.ring_hop * cluster.inter_latency_seconds if where.nodes > 1 else 0.0
     wire = (where.ranks - 1) / where.ranks
     return _startup(where, cluster, cal) + hops + _transfer(wire, size, bandwidth(where, cluster, cal), cal)
+
+
+def buckets(size: float) -> int:
+    """Messages that a large transfer is cut into."""
+    return max(1, round(size / BUCKET_BYTES))
 
 
 def all_to_all(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:

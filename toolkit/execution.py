@@ -10,6 +10,7 @@ from toolkit.operators import LayerShape, Slice
 from toolkit.plan import Job, Plan
 from toolkit.software import DEEPSPEED_HF, Software
 
+
 @dataclass(frozen=True)
 class Recompute:
     """What the backward pass computes again: shares of a layer's forward pass."""
@@ -131,7 +132,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     """The execution that DeepSpeed with a Hugging Face model makes of a plan."""
     work = job.workload
     backend = job.cluster.device.backend
-    software = replace(DEEPSPEED_HF, flash=2 if work.flash_attention else 0, dp_overlap=plan.pp == 1 and backend != "cpu")
+    software = replace(
+        DEEPSPEED_HF, flash=2 if work.flash_attention else 0, dp_overlap=plan.pp == 1 and backend != "cpu"
+    )
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,

@@ -44,8 +44,21 @@ class Device:
 
 
 def _gpu(
-    name: str, peak: float, matmul: float, memory_gb: float, tb_s: float, link: float, host: float, inter: float,
-    fp8: float = 0.0, *, units: int, watts: float = 0.0, backend: str = "cuda", nvls: bool = False, domain: int = 8,
+    name: str,
+    peak: float,
+    matmul: float,
+    memory_gb: float,
+    tb_s: float,
+    link: float,
+    host: float,
+    inter: float,
+    fp8: float = 0.0,
+    *,
+    units: int,
+    watts: float = 0.0,
+    backend: str = "cuda",
+    nvls: bool = False,
+    domain: int = 8,
 ) -> Device:
     return Device(
         name=name, backend=backend, memory_bytes=int(memory_gb * GIB), peak_flops=peak * TERA,

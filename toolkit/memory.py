@@ -37,7 +37,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         "params": _param_bytes(e, params),
         "grads": _grad_bytes(e, params),
         "optimizer": 0.0 if e.offload != "none" else _state_bytes(e, params) / state_shards(e),
-        "activations": activations.kept_bytes(e, layers, _in_flight(e, index)) + max(0.0, activations.live_bytes(e) - logits),
+        "activations": activations.kept_bytes(e, layers, _in_flight(e, index))
+        + max(0.0, activations.live_bytes(e) - logits),
         "logits": logits,
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),

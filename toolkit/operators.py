@@ -164,23 +164,25 @@ def _attention_sides(shape: LayerShape, tp: int) -> list[tuple[float, float]]:
 
 def _mlp(shape: LayerShape, part: Slice, device: Device, cal: Calibration) -> list[tuple[float, float]]:
     """(forward, backward) of the MLP's matmuls: the dense or shared one, then the routed experts on this device."""
-    up = 2 if shape.gated else 1
-    costs = []
-    if shape.ffn:
-        inner = shape.ffn / part.tp
-        costs = [_linear(part.tokens, up * inner, shape.hidden, part, device, cal), _linear(part.tokens, shape.hidden, inner, part, device, cal)]  # fmt: skip
+    costs = _mlp_pair(part.tokens, shape.ffn, shape, part, device, cal) if shape.ffn else []
     if shape.experts:
         local = shape.experts / part.ep
         tokens = part.tokens * shape.experts_per_token / local
-        inner = shape.expert_ffn / part.tp
-        pair = [_linear(tokens, up * inner, shape.hidden, part, device, cal), _linear(tokens, shape.hidden, inner, part, device, cal)]  # fmt: skip
+        pair = _mlp_pair(tokens, shape.expert_ffn, shape, part, device, cal)
         costs += [(local * forward, local * backward) for forward, backward in pair]
     return costs
 
 
-def _flash(
-    shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration
-) -> tuple[float, float]:
+def _mlp_pair(
+    tokens: float, ffn: int, shape: LayerShape, part: Slice, device: Device, cal: Calibration
+) -> list[tuple[float, float]]:
+    """Up (with the gate, if there is one) and down."""
+    inner = ffn / part.tp
+    up = _linear(tokens, (2 if shape.gated else 1) * inner, shape.hidden, part, device, cal)
+    return [up, _linear(tokens, shape.hidden, inner, part, device, cal)]
+
+
+def _flash(shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration) -> tuple[float, float]:
     """Causal attention that stores no scores: half of the square, and 2.5 times as much backward."""
     flops = 2.0 * part.tokens * part.seq_len * shape.heads * shape.head_dim / part.tp
     share = FLASH_SHARE[software.flash] * cal.attention * power_share(device, cal)

@@ -66,7 +66,7 @@ class Row:
         return default if value is None or value < 1 else round(value)
 
 
-class NotScorable(Exception):
+class NotScorable(Exception):  # noqa: N818  a reason, not an error
     """A row that lacks what a prediction needs; the message is the reason."""
 
 
@@ -75,7 +75,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = [Row(number, {k: v for k, v in cells.items() if k is not None and isinstance(v, str)}) for number, cells in enumerate(reader, 2)]  # fmt: skip
+            rows = [Row(number, _texts(cells)) for number, cells in enumerate(reader, 2)]
             columns = reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(str(path), f"can't be read as CSV: {error}") from error
@@ -88,13 +88,19 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def _texts(cells: Mapping[str | None, object]) -> dict[str, str]:
+    """Named cells only: a line may be longer or shorter than the header."""
+    return {column: text for column, text in cells.items() if column is not None and isinstance(text, str)}
+
+
 def _text_in_numbers(rows: list[Row]) -> Iterator[Problem]:
     for row in rows:
         for column in NUMBERS:
             try:
                 row.number_of(column)
             except ValueError:
-                yield Problem(f"row {row.number}, column {column}", f"{row.text(column)!r} given; a number is required, or an empty cell")  # fmt: skip
+                what = f"{row.text(column)!r} given; a number is required, or an empty cell"
+                yield Problem(f"row {row.number}, column {column}", what)
 
 
 def execution_of(row: Row) -> Execution:
@@ -111,7 +117,10 @@ def execution_of(row: Row) -> Execution:
     return Execution(
         model=model_of(row), cluster=cluster, seq_len=_needed(row, "seq_len"), micro_batch=micro_batch,
         grad_accum=grad_accum, dp=dp, tp=tp, pp=pp, cp=cp,
-        software=software_of(row.text("framework"), device=device.name, flash=flash, precision=precision, pipeline=pp > 1),
+        software=software_of(
+            row.text("framework"), device=device.name, flash=flash, precision=precision, pipeline=pp > 1,
+            zero_stage=stage,
+        ),
         chunks=row.count("vpp", 2 if "interleav" in schedule else 1), bubble_share=_bubble_share(schedule),
         zero_stage=min(3, stage), zero_group=row.count("shard_group", dp * cp if stage else 1),
         residual_shards=tp > 1 and row.text("megatron_sp").lower() in YES, recompute=recompute_of(row.text("act_ckpt")),
@@ -216,7 +225,7 @@ def _flash(row: Row, device: Device) -> bool:
     text = row.text("flash_attn").lower()
     if device.name.startswith("V100") or text in NO:
         return False
-    return text in YES or text not in MISSING or "selective" != row.text("act_ckpt").lower()
+    return text in YES or text not in MISSING or row.text("act_ckpt").lower() != "selective"
 
 
 def _bubble_share(schedule: str) -> float:

@@ -13,9 +13,9 @@ class Software:
     """How a training framework runs a layer and hides its communication."""
 
     fusion: str = "eager"
-    """`eager`: each operator is one pass over memory; `kernels`: hand-fused norms and softmax; `compiled`: all fused."""
+    """`eager`: each operator passes over memory; `kernels`: hand-fused norms and softmax; `compiled`: all fused."""
     flash: int = 2
-    """Generation of the attention kernel: 0 stores the scores, 1 and 2 FlashAttention, 3 Hopper kernels (FA 3, cuDNN)."""
+    """Generation of the attention kernel: 0 stores scores, 1 and 2 FlashAttention, 3 Hopper kernels (FA 3, cuDNN)."""
     tp_overlap: bool = False
     """Whether tensor-parallel collectives run in slices beside their matmul (userbuffers, asynchronous TP)."""
     dp_overlap: bool = True
@@ -26,11 +26,19 @@ class Software:
     """Bytes of a gradient element as it is reduced."""
     dropout: bool = False
     """Whether hidden and attention dropout are applied (GPT-2 era recipes)."""
+    zero_messages: int = 1
+    """Collectives in which ZeRO 3 moves one layer: 1 for a flat layer (FSDP), one a tensor in DeepSpeed."""
     fp8_gather: bool = False
     """Whether sharded parameters travel in 8 bits."""
 
 
-DEEPSPEED_HF = Software(fusion="eager", flash=2, tp_overlap=False, dp_overlap=True, grad_bytes=2)
+ZERO_TENSORS = 7
+"""Weight matrices of a layer, which DeepSpeed's ZeRO 3 moves one by one; small tensors stay resident by now."""
+ZERO_TENSORS_THEN = 12
+"""Weights, biases and norms of a GPT layer, each moved by itself in the DeepSpeed of published figures."""
+DEEPSPEED_HF = Software(
+    fusion="eager", flash=2, tp_overlap=False, dp_overlap=True, grad_bytes=2, zero_messages=ZERO_TENSORS
+)
 """DeepSpeed's engine around a Hugging Face model: what this toolkit runs."""
 
 _COMPILED = re.compile(r"compil|thunder|xla|jax|maxtext|inductor")
@@ -43,7 +51,9 @@ _HOPPER_KERNELS = re.compile(r"xla|jax|maxtext|fa ?3|flash.?attention.?3|cudnn")
 _HOPPER = re.compile(r"H\d00|GH|B\d00|GB|MI3")
 
 
-def software_of(framework: str, *, device: str, flash: bool, precision: str, pipeline: bool) -> Software:
+def software_of(
+    framework: str, *, device: str, flash: bool, precision: str, pipeline: bool, zero_stage: int = 0
+) -> Software:
     """The flags that a framework's description stands for: general rules on its words."""
     name = framework.lower()
     modern = flash and bool(_MODERN.search(name))  # Megatron's successors always run fused attention
@@ -52,10 +62,11 @@ def software_of(framework: str, *, device: str, flash: bool, precision: str, pip
         fusion=_fusion(name, modern=modern, fp8=fp8),
         flash=_flash(name, modern=modern, hopper=bool(_HOPPER.match(device))) if flash else 0,
         tp_overlap=modern or bool(_TP_OVERLAP.search(name)),
-        dp_overlap=not (pipeline and _NO_DP_OVERLAP.search(name)),
+        dp_overlap=not (pipeline and _NO_DP_OVERLAP.search(name)) and not ("deepspeed" in name and zero_stage == 3),
         pp_overlap=modern,
         grad_bytes=2 if modern or precision == "fp16" or "internevo" in name else 4,
         dropout=bool(_KERNELS.search(name)) and not flash,
+        zero_messages=ZERO_TENSORS_THEN if "deepspeed" in name else 1,
         fp8_gather=fp8 and "fsdp2" in name,
     )
 

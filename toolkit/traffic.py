@@ -75,11 +75,12 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     params = sum(e.model.layer_params) / e.model.layers / e.tp
     whole, shard = _groups(e)
     width = e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0)
-    first = collectives.gather(width * params, whole if e.zero_variant == "hpz" else shard, e.cluster, cal)
-    again = collectives.gather(width * params, shard, e.cluster, cal)
+    messages = e.software.zero_messages
+    first = collectives.gather(width * params, whole if e.zero_variant == "hpz" else shard, e.cluster, cal, messages)
+    again = collectives.gather(width * params, shard, e.cluster, cal, messages)
     reduce_group = whole if e.zero_variant == "hpz" else shard
     reduced = _grad_bytes(e) * params * e.trained_share
-    back = again + collectives.gather(reduced, reduce_group, e.cluster, cal)
+    back = again + collectives.gather(reduced, reduce_group, e.cluster, cal, messages)
     if not e.software.dp_overlap:
         return first + back
     return exposed(forward, first, cal) + exposed(backward, back, cal)
@@ -133,10 +134,10 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
         reduce, collect = collectives.all_reduce(grads, whole, e.cluster, cal), 0.0
     elif e.zero_group < e.replicas:
         reduce = collectives.all_reduce(grads, whole, e.cluster, cal)
-        collect = collectives.gather(weights, shard, e.cluster, cal)
+        collect = collectives.gather(weights, shard, e.cluster, cal, collectives.buckets(weights))
     else:
-        reduce = collectives.gather(grads, whole, e.cluster, cal)
-        collect = collectives.gather(weights, whole, e.cluster, cal)
+        reduce = collectives.gather(grads, whole, e.cluster, cal, collectives.buckets(grads))
+        collect = collectives.gather(weights, whole, e.cluster, cal, collectives.buckets(weights))
     rounds = e.grad_accum if e.reduces_every_micro_batch else 1
     if not e.software.dp_overlap:
         return rounds * reduce + collect

@@ -17,7 +17,10 @@ from toolkit.published import NotScorable, Row, cluster_size, execution_of, meas
 from toolkit.timing import seconds
 
 GIB = 2**30
-SAME_JOB = ("source_id", "model", "n_layers", "hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus", "global_batch", "precision", "framework")  # fmt: skip
+SAME_JOB = (
+    "source_id", "model", "n_layers", "hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus", "global_batch", "precision",
+    "framework",
+)  # fmt: skip
 """Columns that make two rows plans for the same job."""
 
 
