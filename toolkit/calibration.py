@@ -40,7 +40,7 @@ class Calibration:
     """NCCL. Start-up of a collective inside a node, for each rank, in units of `Cluster.latency_seconds`."""
     node_latency: float = 0.9
     """NCCL. Growth of the start-up with each doubling of the nodes, in units of `Cluster.inter_latency_seconds`."""
-    ring_hop: float = 0.25
+    ring_hop: float = 0.15
     """Step. One hop of a ring that leaves the node, for each rank, in units of `Cluster.inter_latency_seconds`."""
     ramp_seconds: float = 45e-6
     """NCCL. Time constant by which a collective comes up to full bandwidth as messages grow."""

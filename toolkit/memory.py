@@ -8,11 +8,10 @@ from toolkit.estimate import Memory
 from toolkit.execution import Execution, of_plan
 from toolkit.optimizer_step import MOMENTS, state_shards
 from toolkit.plan import Job, Plan
+from toolkit.traffic import PREFETCH_ELEMENTS
 
 BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default reduce and gather buckets (`reduce_bucket_size`, `allgather_bucket_size`)."""
-PREFETCH_ELEMENTS = 5e7
-"""DeepSpeed's default `stage3_prefetch_bucket_size`."""
 PINNED_BUFFERS = 1.1
 """Host memory for offload beyond the tensors themselves: pinned staging buffers."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,9 +57,10 @@ class Row:
         return (self.cells.get(column) or "").strip()
 
     def number_of(self, column: str) -> float | None:
-        """A cell as a number; None where nothing is stated."""
+        """A cell as a number; None where nothing is stated, or nothing that could be: no column is below zero."""
         text = self.text(column).replace(",", "")
-        return None if text.lower() in MISSING else float(text)
+        value = None if text.lower() in MISSING else float(text)
+        return value if value is not None and 0 <= value < math.inf else None
 
     def count(self, column: str, default: int = 1) -> int:
         """A cell as a whole number of at least 1."""

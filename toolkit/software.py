@@ -27,7 +27,9 @@ class Software:
     dropout: bool = False
     """Whether hidden and attention dropout are applied (GPT-2 era recipes)."""
     zero_messages: int = 1
-    """Collectives in which ZeRO 3 moves one layer: 1 for a flat layer (FSDP), one a tensor in DeepSpeed."""
+    """Most collectives in which ZeRO 3 moves one layer: 1 for a flat layer (FSDP), one a tensor in DeepSpeed."""
+    zero_link_share: float = 1.0
+    """Share of a collective's bandwidth that ZeRO 3's gathers reach beside copying tensors to and from shards."""
     fp8_gather: bool = False
     """Whether sharded parameters travel in 8 bits."""
 
@@ -36,6 +38,8 @@ ZERO_TENSORS = 7
 """Weight matrices of a layer, which DeepSpeed's ZeRO 3 moves one by one; small tensors stay resident by now."""
 ZERO_TENSORS_THEN = 12
 """Weights, biases and norms of a GPT layer, each moved by itself in the DeepSpeed of published figures."""
+ZERO_LINK_SHARE_THEN = 0.3
+"""ZeRO 3 without model parallelism in SC21 (arXiv 2104.04473, table 2): 35-50 of 140 GB/s a node."""
 DEEPSPEED_HF = Software(
     fusion="eager", flash=2, tp_overlap=False, dp_overlap=True, grad_bytes=2, zero_messages=ZERO_TENSORS
 )
@@ -67,6 +71,7 @@ def software_of(
         grad_bytes=2 if modern or precision == "fp16" or "internevo" in name else 4,
         dropout=bool(_KERNELS.search(name)) and not flash,
         zero_messages=ZERO_TENSORS_THEN if "deepspeed" in name else 1,
+        zero_link_share=ZERO_LINK_SHARE_THEN if "deepspeed" in name else 1.0,
         fp8_gather=fp8 and "fsdp2" in name,
     )
 

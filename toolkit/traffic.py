@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from toolkit import collectives
@@ -10,6 +11,8 @@ from toolkit.collectives import Group
 from toolkit.execution import Execution
 from toolkit.operators import LayerCost
 
+PREFETCH_ELEMENTS = 5e7
+"""Tensors are joined up to this size (DeepSpeed's `stage3_prefetch_bucket_size`)."""
 BACKWARD_GATHER = 1.25
 """Backward over forward traffic with sharded residuals: inputs are gathered once more, beside the weight gradient."""
 
@@ -73,14 +76,16 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
     params = sum(e.model.layer_params) / e.model.layers / e.tp
+    messages = max(1, min(e.software.zero_messages, math.ceil(params / PREFETCH_ELEMENTS)))
     whole, shard = _groups(e)
-    width = e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0)
-    messages = e.software.zero_messages
-    first = collectives.gather(width * params, whole if e.zero_variant == "hpz" else shard, e.cluster, cal, messages)
-    again = collectives.gather(width * params, shard, e.cluster, cal, messages)
-    reduce_group = whole if e.zero_variant == "hpz" else shard
-    reduced = _grad_bytes(e) * params * e.trained_share
-    back = again + collectives.gather(reduced, reduce_group, e.cluster, cal, messages)
+    wide = whole if e.zero_variant == "hpz" else shard
+    weights = (
+        e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params / e.software.zero_link_share
+    )
+    grads = _grad_bytes(e) * params * e.trained_share / e.software.zero_link_share
+    first = collectives.gather(weights, wide, e.cluster, cal, messages)
+    back = collectives.gather(weights, shard, e.cluster, cal, messages)
+    back += collectives.gather(grads, wide, e.cluster, cal, messages)
     if not e.software.dp_overlap:
         return first + back
     return exposed(forward, first, cal) + exposed(backward, back, cal)

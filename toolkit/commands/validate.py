@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
 def _show(result: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{result['scored']} of {result['rows']} rows scored")
     for heading in ("source", "split", "rows", "step time MAPE", "bias", "memory rows", "memory MAPE", "bias"):
-        table.add_column(heading, justify="left" if heading in ("source", "split") else "right")
+        text = heading in ("source", "split")
+        table.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for name, source in result["by_source"].items():
         time, memory = source["step_time"], source["memory"]
         table.add_row(name, source["split"], str(time["scored"]), *_cells(time), str(memory["scored"]), *_cells(memory))
