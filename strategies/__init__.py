@@ -18,8 +18,8 @@ STRATEGIES: dict[str, Strategy] = {
 
 def registry() -> dict[str, Strategy]:
     """Ours, and those of installed packages; a name of ours can't be taken over."""
-    others = {point.name: point.load()() for point in entry_points(group="toolkit.strategies") if point.name not in STRATEGIES}  # fmt: skip
-    return {**STRATEGIES, **others}
+    points = [point for point in entry_points(group="toolkit.strategies") if point.name not in STRATEGIES]
+    return {**STRATEGIES, **{point.name: point.load()() for point in points}}
 
 
 def get(name: str) -> Strategy:

@@ -39,6 +39,9 @@ class Strategy(Protocol):
     def propose(self, job: Job) -> Iterator[Proposal]:
         """Every plan for the job, and refusals with their reasons."""
 
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """What `toolkit parity` runs: name → fixed axes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
@@ -86,40 +89,46 @@ def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any
 
 
 def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[Proposal]:
-    """Plans for one choice of axes: every group size and micro-batch that is possible."""
+    """Plans for one choice of axes: every micro-batch and group size that is possible."""
     replica = axes["tp"] * axes["pp"] * axes["sp"]
     if job.cluster.devices % replica:
         return
     dp = job.cluster.devices // replica
-    batch = job.workload.global_batch
-    if job.fixed.get("dp", dp) != dp:
-        yield Refusal(strategy, f"strategy.dp is fixed at {job.fixed['dp']}; {job.cluster.devices} devices / {replica} make {dp}")  # fmt: skip
+    reason = _batch_fault(job, dp, replica)
+    if reason:
+        yield Refusal(strategy, reason)
         return
+    share = job.workload.global_batch // dp
+    for micro_batch, group in itertools.product(divisors(share), _groups(job, dp, axes)):
+        batches = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
+        if any(job.fixed.get(name, value) != value for name, value in batches.items()):
+            continue
+        plan = Plan(strategy=strategy, dp=dp, zero_group=group, precision=job.workload.precision, **batches, **axes)
+        reason = compat.refusal(plan, job)
+        yield Refusal(strategy, reason, plan) if reason else plan
+
+
+def _batch_fault(job: Job, dp: int, replica: int) -> str | None:
+    """Why the global batch can't be spread over `dp` replicas in the way that the recipe fixes."""
+    batch, fixed = job.workload.global_batch, job.fixed
+    if fixed.get("dp", dp) != dp:
+        return f"strategy.dp is fixed at {fixed['dp']}; {job.cluster.devices} devices / {replica} make {dp}"
     if batch % dp:
         low, high = batch // dp * dp, (batch // dp + 1) * dp
         advice = f"{low} or {high}" if low else f"{high}"
-        yield Refusal(strategy, f"global batch {batch} can't be split over {dp} data-parallel replicas; use {advice}")
-        return
-    for micro_batch in divisors(batch // dp):
-        grad_accum = batch // dp // micro_batch
-        if job.fixed.get("micro_batch", micro_batch) != micro_batch or job.fixed.get("grad_accum", grad_accum) != grad_accum:  # fmt: skip
-            continue
-        for group in _groups(job, dp, axes):
-            plan = Plan(
-                strategy=strategy, dp=dp, zero_group=group, micro_batch=micro_batch, grad_accum=grad_accum,
-                precision=job.workload.precision, **axes,
-            )  # fmt: skip
-            reason = compat.refusal(plan, job)
-            yield Refusal(strategy, reason, plan) if reason else plan
+        return f"global batch {batch} can't be split over {dp} data-parallel replicas; use {advice}"
+    micro, accum = fixed.get("micro_batch", 1), fixed.get("grad_accum", 1)
+    if (batch // dp) % (micro * accum) or (
+        {"micro_batch", "grad_accum"} <= fixed.keys() and micro * accum * dp != batch
+    ):
+        given = " × ".join(f"{name} {fixed[name]}" for name in ("micro_batch", "grad_accum") if name in fixed)
+        return f"{given} × dp {dp} does not make the global batch {batch}"
+    return None
 
 
 def _groups(job: Job, dp: int, axes: Mapping[str, Any]) -> Sequence[int]:
     """Sizes of the group that holds one full set of sharded states."""
-    if axes["zero_stage"] == 0:
-        whole = 1
-    else:
-        whole = dp
     if axes["zero_variant"] == "plain":
-        return (job.fixed.get("zero_group", whole),)
+        return (job.fixed.get("zero_group", dp if axes["zero_stage"] else 1),)
     sizes = [size for size in divisors(min(dp, job.cluster.devices_per_node)) if 1 < size < dp and dp % size == 0]
     return [size for size in sizes if job.fixed.get("zero_group", size) == size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from toolkit.plan import Job
@@ -22,3 +23,7 @@ class DataParallel:
     def propose(self, job: Job) -> Iterator[Proposal]:
         """One plan for each micro-batch, with and without recompute."""
         yield from plans(self.name, job, Space())
+
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """There is one."""
+        return {self.name: {}}

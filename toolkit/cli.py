@@ -35,14 +35,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(given: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="toolkit", description="Hybrid-parallel training of Hugging Face models on DeepSpeed.")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="toolkit", description="Hybrid-parallel training of Hugging Face models on DeepSpeed."
+    )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in given[:1]:
             importlib.import_module(f"toolkit.commands.{name}").add_arguments(sub)
-    return parser.parse_args(given)
+    args, rest = parser.parse_known_args(given)
+    stray = [word for word in rest if word.startswith("-") or "overrides" not in args]
+    if stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:  # overrides that stand behind an option
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _version() -> str:

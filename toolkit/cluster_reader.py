@@ -63,7 +63,9 @@ def probe(nproc: int | None) -> Cluster:
         count = nproc or os.cpu_count() or 1
         return from_section(ClusterSection(device="cpu", devices_per_node=count), name="this machine (CPU)")
     cluster = from_section(
-        ClusterSection(device=_nearest_kind(names[0]), devices_per_node=len(names), host_memory_gib=_host_bytes() / GIB),
+        ClusterSection(
+            device=_nearest_kind(names[0]), devices_per_node=len(names), host_memory_gib=_host_bytes() / GIB
+        ),
         name="this machine",
     )
     return cluster if nproc is None else _limited(cluster, nproc)
@@ -71,7 +73,9 @@ def probe(nproc: int | None) -> Cluster:
 
 def _limited(cluster: Cluster, nproc: int) -> Cluster:
     if nproc > cluster.devices:
-        raise BadInput("--nproc", f"{nproc} processes given; {cluster.name} has {cluster.devices} devices; use at most that many")  # fmt: skip
+        raise BadInput(
+            "--nproc", f"{nproc} processes given; {cluster.name} has {cluster.devices} devices; use at most that many"
+        )
     nodes = max(1, nproc // cluster.devices_per_node)
     per_node = nproc // nodes
     if nodes * per_node != nproc:
@@ -114,22 +118,28 @@ def cpu_device(processes: int) -> Device:
     share = max(os.cpu_count() or 1, 1) / processes
     flops = _cpu_flops() * share
     return Device(
-        name="cpu", backend="cpu", memory_bytes=_host_bytes() // processes, peak_flops=flops,
-        matmul_flops=0.6 * flops, memory_bytes_per_second=8e9 * share, link_bytes_per_second=1.5e9,
-        host_bytes_per_second=5e9, inter_gbps=10.0,
-    )  # fmt: skip
+        name="cpu",
+        backend="cpu",
+        memory_bytes=_host_bytes() // processes,
+        peak_flops=flops,
+        matmul_flops=0.6 * flops,
+        memory_bytes_per_second=8e9 * share,
+        link_bytes_per_second=1.5e9,
+        host_bytes_per_second=5e9,
+        inter_gbps=10.0,
+    )
 
 
 def _cpu_flops() -> float:
-    """fp32 FLOPs a second of one hardware thread: 2 fused multiply-adds of a vector a cycle, shared by siblings."""
+    """Peak fp32 FLOPs a second of one core: two fused multiply-adds of a vector each cycle."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return 30e9
+        return 60e9
     clock = re.search(r"cpu MHz\s*:\s*([\d.]+)", info)
     hertz = float(clock[1]) * 1e6 if clock else 2.5e9
     width = 16 if "avx512f" in info else 8 if "avx2" in info else 4
-    return hertz * width * 4 / 2
+    return hertz * width * 4
 
 
 def _nvidia_names() -> list[str]:
@@ -149,5 +159,8 @@ def _nearest_kind(name: str) -> str:
     words = set(re.split(r"[\s-]+", name.upper()))
     best = max(DEVICES, key=lambda kind: len(words & set(kind.upper().split("-"))))
     if not words & set(best.upper().split("-")):
-        raise BadInput("cluster", f"device {name!r} is not a known kind; give cluster as a mapping with the nearest of: {', '.join(DEVICES)}")  # fmt: skip
+        raise BadInput(
+            "cluster",
+            f"device {name!r} is not a known kind; give cluster as a mapping with the nearest of: {', '.join(DEVICES)}",
+        )
     return best

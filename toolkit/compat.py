@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from toolkit.plan import Job, Plan
 
 Version = tuple[int, ...]
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +91,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.recompute == "selective",
-        reason="Hugging Face layers recompute whole layers; use recompute: full (sdpa and flash attention store no scores)",
+        reason="Hugging Face recomputes whole layers; use recompute: full (sdpa and flash attention store no scores)",
     ),
     Rule(
         forbids=lambda plan, job: plan.precision == "fp16" and job.cluster.device.backend == "cpu",
@@ -116,9 +117,8 @@ RULES: tuple[Rule, ...] = (
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and plan.precision != "fp16",
         reason="1-bit optimizers are built on DeepSpeed's fp16 optimizer; use precision fp16",
     ),
-)  # fmt: skip
+)
 
-ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 REFERENCE_VERSION: Version = (0, 19, 8)
 """What is assumed where DeepSpeed is not installed (a laptop that only plans)."""
 

@@ -52,4 +52,6 @@ def _stdlib() -> list[Path]:
     """The Python standard library's sources on this machine: real text that needs no download."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    return sorted(p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts[:-1]) and p.stat().st_size)  # fmt: skip
+    return sorted(
+        p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts[:-1]) and p.stat().st_size
+    )

@@ -10,7 +10,7 @@ from toolkit.recipe import Train
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own progress lines; we print ours."""
 BUCKET_ELEMENTS = 200_000_000
-"""Elements of a reduction bucket: large enough for full bandwidth, 400 MB in bf16."""
+"""Elements of a reduction bucket, at most: enough for full bandwidth, 400 MB in bf16. DeepSpeed allocates it whole."""
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size whole on every rank: gathering them costs more than holding them."""
 
@@ -18,7 +18,9 @@ _FUSED = {"lamb": "Lamb", "lion": "Lion"}
 _ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}
 
 
-def deepspeed_config(plan: Plan, train: Train, *, backend: str, nvme_path: str | None = None) -> dict[str, Any]:
+def deepspeed_config(
+    plan: Plan, train: Train, *, params: int, backend: str, nvme_path: str | None = None
+) -> dict[str, Any]:
     """What `deepspeed.initialize` gets. `train_batch_size` is left out: tensor-parallel worlds count it differently."""
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
@@ -29,7 +31,7 @@ def deepspeed_config(plan: Plan, train: Train, *, backend: str, nvme_path: str |
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
         "optimizer": _optimizer(plan, train),
-        "zero_optimization": _zero(plan, backend, nvme_path),
+        "zero_optimization": _zero(plan, min(params, BUCKET_ELEMENTS), backend, nvme_path),
         # Our optimizer states live on the host under offload; torch's fused AdamW updates them there,
         # vectorised and without a compiler, so DeepSpeed's own (built on first use) is not forced.
         "zero_force_ds_cpu_optimizer": False,
@@ -61,7 +63,7 @@ def _optimizer(plan: Plan, train: Train) -> dict[str, Any]:
     return {"type": {**_FUSED, **_ONE_BIT}[train.optimizer], "params": params}
 
 
-def _zero(plan: Plan, backend: str, nvme_path: str | None) -> dict[str, Any]:
+def _zero(plan: Plan, bucket: int, backend: str, nvme_path: str | None) -> dict[str, Any]:
     config: dict[str, Any] = {"stage": plan.zero_stage}
     if plan.zero_stage == 0:
         return config
@@ -70,13 +72,13 @@ def _zero(plan: Plan, backend: str, nvme_path: str | None) -> dict[str, Any]:
         "reduce_scatter": True,
         # Its default depends on the stage and has changed: written out. Streams exist on accelerators only.
         "overlap_comm": backend != "cpu",
-        "reduce_bucket_size": BUCKET_ELEMENTS,
-        "allgather_bucket_size": BUCKET_ELEMENTS,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
         "round_robin_gradients": False,
     }
     if plan.zero_stage == 3:
         config |= {
-            "stage3_prefetch_bucket_size": BUCKET_ELEMENTS // 4,
+            "stage3_prefetch_bucket_size": max(1, bucket // 4),
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
             "stage3_max_live_parameters": 10**9,
             "stage3_max_reuse_distance": 10**9,
@@ -112,10 +114,18 @@ def _variants(plan: Plan) -> dict[str, Any]:
 def _precision(plan: Plan) -> dict[str, Any]:
     fp16: dict[str, Any] = {"enabled": plan.precision == "fp16"}
     if plan.precision == "fp16":
-        fp16 |= {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1}  # fmt: skip
+        fp16 |= {
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1,
+        }
     return {
         "bf16": {"enabled": plan.precision == "bf16"},
         "fp16": fp16,
-        # Micro-batches are summed in fp32, so that accumulation loses nothing in bf16.
-        "data_types": {"grad_accum_dtype": "fp32"},
+        # Micro-batches are summed in fp32, so that accumulation loses nothing; without ZeRO, DeepSpeed (0.19) has
+        # only the model's own type for it.
+        "data_types": {"grad_accum_dtype": "fp32" if plan.zero_stage else plan.precision},
     }

@@ -60,7 +60,7 @@ class Time:
     @property
     def total(self) -> float:
         """Seconds a step."""
-        return sum(getattr(self, f.name) for f in fields(self))
+        return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,9 @@ def _faults(job: Job) -> list[Problem]:
     model, work = job.model, job.workload
     problems = []
     if model.max_positions and work.seq_len > model.max_positions:
-        problems.append(Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}"))  # fmt: skip
+        problems.append(
+            Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}")
+        )
     devices = job.fixed.get("tp", 1) * job.fixed.get("pp", 1) * job.fixed.get("sp", 1)
     if job.cluster.devices % devices:
         problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))

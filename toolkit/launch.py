@@ -30,13 +30,26 @@ def commands(launcher: str, run_dir: Path, nproc: int, backend: str) -> list[Com
     worker = ("--run-dir", str(run_dir))
     if launcher == "local":
         return _local(worker, nproc, env)
-    python = sys.executable
-    argv = {
-        "deepspeed": (python, "-m", "deepspeed.launcher.runner", "--num_gpus", str(nproc), "--master_port", str(free_port()), "--no_local_rank", "--module", WORKER),
-        "torchrun": (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "--module", WORKER),
-        "accelerate": (python, "-m", "accelerate.commands.launch", "--config_file", str(run_dir / "accelerate.yaml"), "--main_process_port", str(free_port()), "--module", WORKER),
-    }[launcher]  # fmt: skip
-    return [Command(argv=(*argv, *worker), env=env)]
+    argv = {"deepspeed": _deepspeed, "torchrun": _torchrun, "accelerate": _accelerate}[launcher](run_dir, str(nproc))
+    return [Command(argv=(sys.executable, "-m", *argv, "--module", WORKER, *worker), env=env)]
+
+
+def _deepspeed(run_dir: Path, nproc: str) -> tuple[str, ...]:
+    return (
+        "deepspeed.launcher.runner",
+        *("--num_gpus", nproc),
+        *("--master_port", str(free_port())),
+        "--no_local_rank",
+    )
+
+
+def _torchrun(run_dir: Path, nproc: str) -> tuple[str, ...]:
+    return ("torch.distributed.run", "--standalone", "--nproc-per-node", nproc)
+
+
+def _accelerate(run_dir: Path, nproc: str) -> tuple[str, ...]:
+    config = str(run_dir / "accelerate.yaml")
+    return ("accelerate.commands.launch", "--config_file", config, "--main_process_port", str(free_port()))
 
 
 def accelerate_config(deepspeed_json: Path, nproc: int, backend: str) -> dict[str, object]:
@@ -52,6 +65,11 @@ def accelerate_config(deepspeed_json: Path, nproc: int, backend: str) -> dict[st
     }
 
 
+def environment(command: Command | None = None) -> dict[str, str]:
+    """This process's environment, with what a command adds to it."""
+    return {**os.environ, **(command.env if command else {})}
+
+
 def free_port() -> int:
     """A TCP port that nobody uses now."""
     with socket.socket() as probe:
@@ -61,7 +79,13 @@ def free_port() -> int:
 
 def _local(worker: tuple[str, ...], nproc: int, env: Mapping[str, str]) -> list[Command]:
     port = str(free_port())
-    shared = {**env, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+    shared = {
+        **env,
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return [
         Command(
             argv=(sys.executable, "-m", WORKER, *worker),

@@ -94,7 +94,9 @@ def decide(job: Job, proposals: Iterable[Plan | Refusal]) -> Decision:
 def misfit_reason(estimate: Estimate) -> str:
     """Why a plan does not fit, with its largest parts."""
     if estimate.memory.total > estimate.memory_limit_bytes:
-        return f"needs {_gib(estimate.memory.total)} of {_gib(estimate.memory_limit_bytes)} GiB: {_parts(estimate.memory)}"
+        return (
+            f"needs {_gib(estimate.memory.total)} of {_gib(estimate.memory_limit_bytes)} GiB: {_parts(estimate.memory)}"
+        )
     return f"needs {_gib(estimate.memory.host)} GiB of host memory; {_gib(estimate.host_limit_bytes)} may be used"
 
 

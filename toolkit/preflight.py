@@ -1,37 +1,54 @@
-"""What can be found wrong before a process starts: data paths, and W&B without a key."""
+"""What can be found wrong before a process starts: data paths, keys without an implementation, W&B without a key."""
 
 from __future__ import annotations
 
+import importlib.util
 import netrc
-import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from toolkit.data_files import data_files
+from toolkit.errors import BadInput, Problem
 from toolkit.recipe import Recipe
 
 
-class Printer(Protocol):
-    """Where notes go."""
-
-    def print(self, *objects: object) -> None:
-        """One note."""
-
-
-def check(recipe: Recipe, console: Printer) -> Recipe:
+def check(recipe: Recipe, env: Mapping[str, str], say: Callable[[str], object]) -> Recipe:
     """The recipe that will run; faults raise `BadInput`, fallbacks are said aloud."""
-    if recipe.data.path != "synthetic":
-        data_files(recipe.data.path)
+    problems = [*_unavailable(recipe), *_data_faults(recipe)]
+    if problems:
+        raise BadInput(recipe.name, problems)
     wandb = recipe.metrics.wandb
-    if wandb.mode == "online" and not _has_wandb_key():
-        console.print("[yellow]W&B is online in the recipe, but there is no key (`wandb login` or WANDB_API_KEY): recording offline instead; `wandb sync` uploads it later[/]")  # fmt: skip
+    if wandb.mode == "online" and not _has_wandb_key(env):
+        say("W&B is online in the recipe, but there is no key (`wandb login` or WANDB_API_KEY):")
+        say("recording offline instead; `wandb sync` uploads it later")
         return replace(recipe, metrics=replace(recipe.metrics, wandb=replace(wandb, mode="offline")))
     return recipe
 
 
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+def _unavailable(recipe: Recipe) -> Iterator[Problem]:
+    """Keys of the contract that this version can't carry out, or not on this machine."""
+    if recipe.data.format != "text":
+        yield Problem("data.format", f"{recipe.data.format} can't be trained by this version; text can")
+    if recipe.checkpoint.every > 0 or recipe.checkpoint.resume not in ("auto", "none"):
+        yield Problem(
+            "checkpoint", "this version writes no checkpoints; leave `every` at 0 and `resume` at auto or none"
+        )
+    if recipe.model.lora is not None and importlib.util.find_spec("peft") is None:
+        yield Problem("model.lora", "needs peft; install it with: pip install 'zero-toolkit[lora]'")
+
+
+def _data_faults(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.data.path == "synthetic":
+        return
+    try:
+        data_files(recipe.data.path)
+    except BadInput as error:
+        yield from error.problems
+
+
+def _has_wandb_key(env: Mapping[str, str]) -> bool:
+    if env.get("WANDB_API_KEY"):
         return True
     try:
         return any("wandb" in host for host in netrc.netrc(str(Path.home() / ".netrc")).hosts)

@@ -51,7 +51,7 @@ class Data:
     """The training data."""
 
     path: str = "synthetic"
-    """Hub id, file, glob or directory (txt, jsonl, csv, parquet, arrow); `synthetic`; `python-stdlib` (local sources)."""
+    """Hub id, file, glob or directory (txt, jsonl, csv, parquet, arrow), `synthetic`, or `python-stdlib`."""
     format: Literal["text", "instruction", "chat", "classification", "image-classification"] = "text"
     """What a document is."""
     tokenizer: str | None = None
@@ -200,6 +200,8 @@ class Metrics:
 
     every: int = number(10, least=1)
     """Steps between two lines on the console; files get every step."""
+    console: bool = True
+    """Whether rank 0 shows progress."""
     wandb: Wandb = field(default_factory=Wandb)
     """Weights & Biases."""
 

@@ -58,7 +58,11 @@ def _meanings(section: type) -> dict[str, str]:
     assert isinstance(body, ast.ClassDef)
     found = {}
     for statement, after in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(after, ast.Expr):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(after, ast.Expr)
+        ):
             text = ast.literal_eval(after.value)
             found[statement.target.id] = " ".join(str(text).split())
     return found

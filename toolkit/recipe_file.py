@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInput, Problem
-from toolkit.recipe import Recipe
+from toolkit.recipe import Recipe, Strategy, Train
 from toolkit.schema import build, show
 from toolkit.yaml_file import parse_yaml, read_yaml
 
@@ -76,22 +76,50 @@ def _apply(given: dict[str, Any], override: str, problems: list[Problem]) -> Non
 
 def _cross_faults(recipe: Recipe) -> list[Problem]:
     """What single fields can't show."""
-    faults: list[tuple[bool, str, str]] = [
-        (not _NAME.fullmatch(recipe.name), "name", f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"),
-        (recipe.model.path is None and recipe.model.config is None, "model", "neither path nor config given; give one of them"),
-        (recipe.model.path is not None and recipe.model.config is not None, "model", "path and config exclude each other; give one of them"),
-        (recipe.model.config is not None and recipe.model.init == "pretrained", "model.init", "'pretrained' needs model.path; an inline config starts from scratch"),
-        (recipe.train.steps is not None and recipe.train.epochs is not None, "train", "steps and epochs exclude each other; give one of them"),
-        (recipe.train.steps is None and recipe.train.epochs is None, "train", "neither steps nor epochs given; give one of them"),
-        (recipe.train.lr_scaling != "none" and recipe.train.base_batch is None, "train.base_batch", f"required with lr_scaling {recipe.train.lr_scaling}: the batch that lr was chosen for"),
-        (recipe.train.lr_scaling == "none" and recipe.train.base_batch is not None, "train.base_batch", "unused while lr_scaling is none; set lr_scaling to linear or sqrt, or remove it"),
-        (len(recipe.train.betas) != 2 or not all(0 <= beta < 1 for beta in recipe.train.betas), "train.betas", f"{show(list(recipe.train.betas))} given; two numbers of at least 0 and below 1 are required"),
-        (recipe.train.steps is not None and recipe.train.warmup >= 1 and recipe.train.warmup > recipe.train.steps, "train.warmup", f"{recipe.train.warmup:g} steps of warm-up in {recipe.train.steps} steps; use fewer, or a fraction below 1"),
-        (recipe.strategy.nvme_path is None and (recipe.strategy.offload or "").startswith("nvme"), "strategy.nvme_path", "required with nvme offload: a directory on the fast disk"),
-        (recipe.strategy.nvme_path is not None and not (recipe.strategy.offload or "").startswith("nvme"), "strategy.nvme_path", "unused unless strategy.offload is nvme or nvme_params"),
-        (not recipe.output.strip(), "output", "empty; a directory is required"),
-    ]  # fmt: skip
-    return [Problem(where, what) for faulty, where, what in faults if faulty]
+    faults = [*_model_faults(recipe), *_train_faults(recipe.train), *_strategy_faults(recipe.strategy)]
+    if not _NAME.fullmatch(recipe.name):
+        what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
+        faults.append(Problem("name", what))
+    if not recipe.output.strip():
+        faults.append(Problem("output", "empty; a directory is required"))
+    return faults
+
+
+def _model_faults(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.path is None and model.config is None:
+        yield Problem("model", "neither path nor config given; give one of them")
+    if model.path is not None and model.config is not None:
+        yield Problem("model", "path and config exclude each other; give one of them")
+    if model.config is not None and model.init == "pretrained":
+        yield Problem("model.init", "'pretrained' needs model.path; an inline config starts from scratch")
+    if model.path is None and recipe.data.tokenizer is None and recipe.data.path != "synthetic":
+        yield Problem("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")
+
+
+def _train_faults(train: Train) -> Iterator[Problem]:
+    if train.steps is not None and train.epochs is not None:
+        yield Problem("train", "steps and epochs exclude each other; give one of them")
+    if train.steps is None and train.epochs is None:
+        yield Problem("train", "neither steps nor epochs given; give one of them")
+    if train.lr_scaling != "none" and train.base_batch is None:
+        yield Problem("train.base_batch", f"required with lr_scaling {train.lr_scaling}: the batch that lr is for")
+    if train.lr_scaling == "none" and train.base_batch is not None:
+        yield Problem("train.base_batch", "unused while lr_scaling is none; set lr_scaling, or remove it")
+    if len(train.betas) != 2 or not all(0 <= beta < 1 for beta in train.betas):
+        given = show(list(train.betas))
+        yield Problem("train.betas", f"{given} given; two numbers of at least 0 and below 1 are required")
+    if train.steps is not None and train.warmup >= 1 and train.warmup > train.steps:
+        what = f"{train.warmup:g} steps of warm-up in {train.steps} steps; use fewer, or a fraction below 1"
+        yield Problem("train.warmup", what)
+
+
+def _strategy_faults(strategy: Strategy) -> Iterator[Problem]:
+    to_disk = (strategy.offload or "").startswith("nvme")
+    if to_disk and strategy.nvme_path is None:
+        yield Problem("strategy.nvme_path", "required with nvme offload: a directory on the fast disk")
+    if strategy.nvme_path is not None and not to_disk:
+        yield Problem("strategy.nvme_path", "unused unless strategy.offload is nvme or nvme_params")
 
 
 def _resolved(recipe: Recipe) -> Recipe:
@@ -99,5 +127,3 @@ def _resolved(recipe: Recipe) -> Recipe:
     if recipe.model.init is not None:
         return recipe
     return replace(recipe, model=replace(recipe.model, init="pretrained" if recipe.model.path else "scratch"))
-
-

@@ -36,8 +36,13 @@ class Resolved:
     @property
     def deepspeed(self) -> dict[str, Any]:
         """The DeepSpeed config of the chosen plan."""
-        backend = self.job.cluster.device.backend
-        return deepspeed_config(self.chosen.plan, self.recipe.train, backend=backend, nvme_path=self.recipe.strategy.nvme_path)  # fmt: skip
+        return deepspeed_config(
+            self.chosen.plan,
+            self.recipe.train,
+            params=self.job.model.params,
+            backend=self.job.cluster.device.backend,
+            nvme_path=self.recipe.strategy.nvme_path,
+        )
 
     def plan_json(self) -> dict[str, Any]:
         """plan.json: the PLAN of the contract, and the bases of MFU."""

@@ -84,7 +84,10 @@ def new_run_path(output: str, name: str) -> Path:
 def create(path: Path) -> RunDir:
     """Make the directory; `BadInput` if something is there already."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise BadInput("--run-dir", f"{path} already exists and is not empty; choose another, or go on with it: toolkit resume {path}")  # fmt: skip
+        raise BadInput(
+            "--run-dir",
+            f"{path} already exists and is not empty; choose another, or go on with it: toolkit resume {path}",
+        )
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:

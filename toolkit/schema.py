@@ -17,7 +17,9 @@ INVALID: Any = object()
 """Stands for a value that had a fault; the fault is in the list."""
 
 
-def number(default: Any = MISSING, *, least: float | None = None, above: float | None = None, most: float | None = None) -> Any:  # fmt: skip
+def number(
+    default: Any = MISSING, *, least: float | None = None, above: float | None = None, most: float | None = None
+) -> Any:
     """A number field with its range; `above` excludes the bound itself."""
     metadata = {"least": least, "above": above, "most": most}
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
@@ -111,7 +113,9 @@ def _range_fault(value: Any, f: Field[Any]) -> str | None:
 
 
 def _mismatch(value: Any, options: list[Any]) -> str:
-    choices = [str(choice) for option in options if typing.get_origin(option) is Literal for choice in typing.get_args(option)]  # fmt: skip
+    choices = [
+        str(choice) for option in options if typing.get_origin(option) is Literal for choice in typing.get_args(option)
+    ]
     wanted = " or ".join(words(option) for option in options if option is not type(None))
     hint = nearest(str(value), choices) if choices else ""
     return f"{show(value)} given; {wanted} is required{hint}"

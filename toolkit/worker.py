@@ -19,6 +19,7 @@ from typing import IO
 from toolkit import run_dir
 from toolkit.errors import BadInput, RankFailed, ToolkitError
 from toolkit.launch import free_port
+from toolkit.preflight import check
 from toolkit.recipe_file import load_recipe
 from toolkit.resolve import Resolved, resolve
 from toolkit.resources import find_recipe
@@ -76,13 +77,17 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, terminal: Terminal) -> None:
     resolved = None
     if args.recipe is not None:  # every rank finds faults of the input before torch is imported
+        rank = int(os.environ.get("RANK", 0))
         recipe = load_recipe(find_recipe(args.recipe), args.overrides)
+        recipe = check(recipe, os.environ, lambda note: rank or print(note, file=terminal.err))
         resolved = resolve(recipe, nproc=int(os.environ.get("WORLD_SIZE", 1)))
         _ = resolved.chosen
     elif args.run_dir is None:
         raise BadInput("toolkit.worker", "give a recipe, or --run-dir with a prepared directory")
     if "RANK" not in os.environ:  # no launcher: one process
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
     from toolkit.runtime import distributed
     from toolkit.runtime.run import run_rank
 

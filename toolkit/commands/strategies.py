@@ -33,6 +33,12 @@ def _strategies() -> Table:
 def _devices() -> Table:
     table = Table("device", "backend", "memory GiB", "peak TFLOP/s", "TB/s", "GB/s to peers", "Gbit/s to nodes")
     for name, device in DEVICES.items():
-        numbers = (device.memory_bytes / 2**30, device.peak_flops / 1e12, device.memory_bytes_per_second / 1e12, device.link_bytes_per_second / 1e9, device.inter_gbps)  # fmt: skip
+        numbers = (
+            device.memory_bytes / 2**30,
+            device.peak_flops / 1e12,
+            device.memory_bytes_per_second / 1e12,
+            device.link_bytes_per_second / 1e9,
+            device.inter_gbps,
+        )
         table.add_row(name, device.backend, *(f"{number:g}" for number in numbers))
     return table

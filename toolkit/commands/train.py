@@ -20,15 +20,19 @@ from toolkit.run_dir import RunDir, new_run_path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_recipe_arguments(parser)
-    parser.add_argument("--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)")  # fmt: skip
+    parser.add_argument(
+        "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
+    )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: OUTPUT/NAME-TIME")
-    parser.add_argument("--dry-run", action="store_true", help="show recipe, plan, DeepSpeed config and command; start nothing")  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show recipe, plan, DeepSpeed config and command; start nothing"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host."""
     console = Console()
-    recipe = check(read_recipe(args), console)
+    recipe = check(read_recipe(args), launch.environment(), console.print)
     resolved = resolve(recipe, args.nproc)
     if resolved.decision.chosen is None:
         show_decision(resolved.decision, console)

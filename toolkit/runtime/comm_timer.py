@@ -7,10 +7,24 @@ from typing import Any
 
 import deepspeed.comm.comm as comm
 
-_TIMED = frozenset({
-    "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce", "all_gather",
-    "all_gather_into_tensor", "all_gather_coalesced", "broadcast", "all_to_all_single", "all_to_all", "send", "recv", "barrier",
-})  # fmt: skip
+_TIMED = frozenset(
+    {
+        "all_reduce",
+        "all_reduce_coalesced",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_coalesced",
+        "broadcast",
+        "all_to_all_single",
+        "all_to_all",
+        "send",
+        "recv",
+        "barrier",
+    }
+)
 
 
 class CommTimer:

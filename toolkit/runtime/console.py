@@ -22,9 +22,13 @@ class ConsoleSink:
         self._console = Console(file=stream, width=None if stream.isatty() else 120)
         self._steps, self._every = steps, every
         self._progress = Progress(
-            TextColumn("[bold]train"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[values]}"),
-            TimeRemainingColumn(), console=self._console,
-        )  # fmt: skip
+            TextColumn("[bold]train"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[values]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
         self._live = self._console.is_terminal
         self._task = self._progress.add_task("train", total=steps, values="")
 
@@ -37,7 +41,9 @@ class ConsoleSink:
         if self._live:
             self._progress.update(self._task, completed=record.step, values=values)
         elif record.step % self._every == 0 or record.step in (1, self._steps):
-            self._console.print(f"step {record.step}/{self._steps} · {values} · grad norm {record.grad_norm:.3f}", highlight=False)  # fmt: skip
+            self._console.print(
+                f"step {record.step}/{self._steps} · {values} · grad norm {record.grad_norm:.3f}", highlight=False
+            )
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._live:
@@ -49,7 +55,8 @@ class ConsoleSink:
 
 def _comparison(summary: Mapping[str, Any]) -> Table:
     predicted, measured = summary["predicted"], summary["measured"]
-    table = Table(title=f"{summary['steps']} steps, loss {summary['first_loss']:.3f} → {summary['final_loss']:.3f}, {summary['seconds']:.1f} s")  # fmt: skip
+    losses = f"loss {summary['first_loss']:.3f} → {summary['final_loss']:.3f}"
+    table = Table(title=f"{summary['steps']} steps, {losses}, {summary['seconds']:.1f} s")
     for heading in ("", "predicted", "measured", "measured / predicted"):
         table.add_column(heading, justify="left" if not heading else "right")
     rows = (("step time", "step_seconds", _seconds), ("memory a rank", "memory_bytes", _size))

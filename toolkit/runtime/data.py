@@ -108,11 +108,15 @@ def load_samples(section: Data, tokenizer: Tokenizer, vocab: int) -> Samples:
     if section.path == "synthetic":
         return Synthetic(vocab, section.seq_len)
     if tokenizer.vocab > vocab:
-        raise BadInput("data.tokenizer", f"{tokenizer.vocab} tokens; the model's embedding has {vocab} rows; use a model or tokenizer that match")  # fmt: skip
+        raise BadInput(
+            "data.tokenizer",
+            f"{tokenizer.vocab} tokens; the model's embedding has {vocab} rows; use a model or tokenizer that match",
+        )
     documents = [ids for text in read_documents(section) if len(ids := tokenizer.encode(text)) > 1]
     samples = _make(section, tokenizer, documents)
     if len(samples) == 0:
-        raise BadInput("data.path", f"{section.path}: no sample; {sum(map(len, documents))} tokens in {len(documents)} documents, {section.seq_len + 1} are needed for one sequence")  # fmt: skip
+        found = f"{sum(map(len, documents))} tokens in {len(documents)} documents"
+        raise BadInput("data.path", f"{section.path}: {found}; one sequence needs {section.seq_len + 1}")
     return samples
 
 
@@ -140,7 +144,9 @@ class Order:
         return np.random.default_rng([self.seed, epoch]).permutation(self.samples)
 
 
-def micro_batches(samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int) -> Iterator[MicroBatch]:  # fmt: skip
+def micro_batches(
+    samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int
+) -> Iterator[MicroBatch]:
     """A replica's share of a global batch, one micro-batch at a time."""
     own = np.array_split(ids, replicas)[replica]
     for start in range(0, len(own), micro_batch):

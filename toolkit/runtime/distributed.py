@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -59,9 +60,9 @@ def join(world: World) -> None:
 
 
 def _skip_inference_build() -> None:
-    """DeepSpeed (0.19) compiles a shared-memory all-reduce for inference when a CPU group starts: a minute that training never uses."""
-    import deepspeed.comm.torch as backend
-
+    """DeepSpeed (0.19) compiles an all-reduce for inference when a CPU group starts: a minute for nothing."""
+    # By name: the attribute `deepspeed.comm.torch` is PyTorch itself, which that package imports.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
 
 

@@ -45,7 +45,9 @@ class Engine(Protocol):
 class ReplicaEngine:
     """Data parallel and ZeRO: each rank holds a replica, or its shards of one."""
 
-    def __init__(self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule) -> None:  # fmt: skip
+    def __init__(
+        self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule
+    ) -> None:
         self._plan = plan
         self._scale = float(plan.global_batch if train.grad_reduce == "sum" else 1)
         self._norm = 0.0
@@ -55,6 +57,8 @@ class ReplicaEngine:
             config=config,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        if plan.zero_stage == 0 and plan.precision != "fp32" and train.optimizer == "adamw":
+            _undo_first_step(self._engine.optimizer)
         self._plain = plan.zero_stage == 0 and plan.precision == "fp32"
         if self._plain:
             # DeepSpeed (0.19) clips plain fp32 gradients without telling their norm; this tells it, clipping alike.
@@ -79,7 +83,11 @@ class ReplicaEngine:
             loss = self._loss_sum(micro.to(device()))
             total += loss.detach()
             self._engine.backward(loss * weight)
-            if self._plain and self._engine.gradient_clipping() == 0 and self._engine.is_gradient_accumulation_boundary():
+            if (
+                self._plain
+                and self._engine.gradient_clipping() == 0
+                and self._engine.is_gradient_accumulation_boundary()
+            ):
                 self._measure(float("inf"))
             self._engine.step()
         return StepResult(loss=all_sum(total) / max(tokens, 1), tokens=tokens, grad_norm=self._grad_norm(), lr=lr)
@@ -100,3 +108,15 @@ class ReplicaEngine:
             return self._norm
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """Give a 16-bit optimizer without ZeRO back its fresh state.
+
+    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
+    bias correction shortens the first updates, and weight decay has already bitten.
+    """
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)

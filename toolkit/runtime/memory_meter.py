@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -59,7 +60,7 @@ def _add(storages: dict[int, int], tensor: torch.Tensor) -> None:
 
 def _largest_growth(watch: profile) -> int:
     """Highest sum of allocations minus frees since the watch began."""
-    results = watch.profiler.kineto_results  # type: ignore[union-attr]
+    results: Any = watch.profiler.kineto_results  # type: ignore[union-attr]
     total, peak = 0, 0
     for event in results.events():
         if event.name() == "[memory]":

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
 
 from toolkit.errors import BadInput
-from toolkit.recipe import Model
+from toolkit.recipe import Lora, Model
 from toolkit.runtime.distributed import gather_objects
 
 
@@ -39,7 +39,22 @@ def build_model(section: Model, seed: int) -> PreTrainedModel:
     except (ValueError, OSError, ImportError) as error:
         raise BadInput("model", f"transformers can't build it: {_first_line(error)}") from None
     model.config.use_cache = False
-    return model
+    return model if section.lora is None else _with_adapters(model, section.lora)
+
+
+def _with_adapters(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
+    """The model frozen, with trainable low-rank adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = "all-linear" if lora.targets == "auto" else lora.targets
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
@@ -55,13 +70,14 @@ def check_same_weights(model: torch.nn.Module) -> None:
         differing = [name for name in by_rank[0] if other.get(name) != by_rank[0][name]]
         if differing:
             raise RuntimeError(
-                f"rank {rank} starts with other weights than rank 0 in {len(differing)} parameters, first {differing[0]}; "
+                f"rank {rank} starts with other weights than rank 0 in {len(differing)} parameters, "
+                f"first {differing[0]}; "
                 "check that every rank has the same recipe, seed, library versions and model files"
             )
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

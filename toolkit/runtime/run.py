@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite
-from toolkit.plan import Plan
 from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
 from toolkit.run_dir import RunDir
@@ -39,9 +38,12 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> No
     engine = ReplicaEngine(model, plan, recipe.train, order.deepspeed, make_schedule(recipe.train, steps))
     recorder = Recorder(_sinks(recipe, run, console, steps) if world.rank == 0 else [])
     observer = Observer(
-        recorder=recorder, comm=timer, memory=MemoryMeter(), model_flops=order.model_flops,
+        recorder=recorder,
+        comm=timer,
+        memory=MemoryMeter(),
+        model_flops=order.model_flops,
         peak_flops=order.peak_flops * world.size,
-    )  # fmt: skip
+    )
     share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)
     data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)
     info = {"recipe": asdict(recipe), "plan": asdict(plan), "deepspeed": order.deepspeed, "run_dir": str(run.path)}
@@ -78,7 +80,9 @@ def _samples(recipe: Recipe, vocab: int) -> Samples:
 
 
 def _sinks(recipe: Recipe, run: RunDir, console: IO[str], steps: int) -> list[Sink]:
-    sinks: list[Sink] = [JsonlSink(run.metrics, run.summary), ConsoleSink(console, steps, recipe.metrics.every)]
+    sinks: list[Sink] = [JsonlSink(run.metrics, run.summary)]
+    if recipe.metrics.console:
+        sinks.append(ConsoleSink(console, steps, recipe.metrics.every))
     if recipe.metrics.wandb.mode != "disabled":
         sinks.append(WandbSink(recipe.metrics.wandb, recipe.name, run.path))
     return sinks

@@ -43,7 +43,9 @@ def _hub(section: Data) -> Iterator[str]:
     try:
         rows = datasets.load_dataset(section.path, split="train")
     except Exception as error:  # network, permissions, missing: each library its own class
-        raise BadInput("data.path", f"{section.path} is no local file and can't be loaded from the hub: {_deepest(error)}") from None  # fmt: skip
+        raise BadInput(
+            "data.path", f"{section.path} is no local file and can't be loaded from the hub: {_deepest(error)}"
+        ) from None
     yield from _column(rows, section.text_column, section.path)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.errors import BadInput, LossNotFinite, Preempted, RankFailed, ToolkitError
-from toolkit.launch import Command
+from toolkit.launch import Command, environment
 
 GRACE_SECONDS = 3.0
 """Time that workers have to end by themselves after one of them failed."""
@@ -21,8 +21,7 @@ TAIL_LINES = 15
 def run_all(commands: Sequence[Command], logs: Path) -> int:
     """Start every command and wait; 0, or the exit code of the contract. Interrupts end every worker."""
     processes = [
-        subprocess.Popen(command.argv, env={**os.environ, **command.env}, start_new_session=True)
-        for command in commands
+        subprocess.Popen(command.argv, env=environment(command), start_new_session=True) for command in commands
     ]
     try:
         while True:
@@ -70,7 +69,9 @@ def _report(commands: Sequence[Command], codes: Sequence[int | None], first: int
     rank = commands[first].rank
     if rank is None:
         return code if code == RankFailed.exit_code else RankFailed.exit_code
-    raise RankFailed(f"rank {rank} {_cause(code)}; its log: {logs / f'rank-{rank}.log'}\n{_tail(logs / f'rank-{rank}.log')}")
+    raise RankFailed(
+        f"rank {rank} {_cause(code)}; its log: {logs / f'rank-{rank}.log'}\n{_tail(logs / f'rank-{rank}.log')}"
+    )
 
 
 def _cause(code: int) -> str:

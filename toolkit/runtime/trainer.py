@@ -28,8 +28,10 @@ def train(engine: Engine, samples: Samples, order: Order, share: Share, steps: i
     for step in range(steps):
         started = time.perf_counter()
         batch = list(
-            micro_batches(samples, order.step(step), replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch)
-        )  # fmt: skip
+            micro_batches(
+                samples, order.step(step), replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch
+            )
+        )
         loaded = time.perf_counter()
         with observer.memory.step(step + 1):
             result = engine.step(batch)

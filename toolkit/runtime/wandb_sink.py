@@ -31,7 +31,9 @@ class WandbSink:
             mode=self._section.mode,
             config=dict(info),
             # No code, no console and no git state leave the machine, and no environment variable is stored.
-            settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True),
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
+            ),
         )
 
     def log(self, record: Record) -> None:

@@ -1,0 +1,66 @@
+"""`toolkit parity`: is every strategy's loss that of one process?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from toolkit import launch
+from toolkit.commands.common import add_recipe_arguments, read_recipe
+from toolkit.errors import NoPlanFits
+from toolkit.parity import Outcome, compare, reference
+from toolkit.preflight import check
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--strategies",
+        default="all",
+        metavar="A,B",
+        help="strategies or variants, e.g. zero,data_parallel (default all)",
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="K", help="steps to compare (default 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if every strategy that can run agrees with one process, 1 if one is off, 3 if none can run."""
+    console = Console(stderr=args.json)
+    recipe, nproc = check(read_recipe(args), launch.environment(), console.print), args.nproc or 2
+    with console.status("one process") as status:
+        expected = reference(recipe, args.steps)
+        outcomes = []
+        for outcome in compare(recipe, args.steps, nproc, args.strategies, expected):
+            outcomes.append(outcome)
+            status.update(f"{outcome.name} done")
+    if args.json:
+        report = {
+            "steps": args.steps,
+            "reference": list(expected.loss),
+            "strategies": {o.name: o.to_json() for o in outcomes},
+        }
+        print(json.dumps(report, indent=1))
+    else:
+        console.print(_table(outcomes, args.steps, nproc))
+    if all(outcome.refused for outcome in outcomes):
+        raise NoPlanFits("no strategy can run this recipe:\n" + "\n".join(f"  {o.name}: {o.refused}" for o in outcomes))
+    return 0 if all(outcome.ok or outcome.refused for outcome in outcomes) else 1
+
+
+def _table(outcomes: list[Outcome], steps: int, nproc: int) -> Table:
+    table = Table(title=f"{nproc} processes against one, {steps} steps: largest relative difference")
+    for heading in ("strategy", "plan", "loss", "grad norm", ""):
+        table.add_column(heading, justify="right" if heading in ("loss", "grad norm") else "left")
+    for o in outcomes:
+        if o.refused:
+            table.add_row(o.name, o.refused, "", "", "[yellow]refused[/]")
+        else:
+            assert o.plan is not None
+            verdict = "[green]ok[/]" if o.ok else "[red]off[/]"
+            table.add_row(o.name, o.plan.describe(), f"{o.max_rel_diff:.1e}", f"{o.max_rel_norm_diff:.1e}", verdict)
+    return table

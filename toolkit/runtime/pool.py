@@ -1,0 +1,63 @@
+"""Warm workers: forked from a server that has torch, DeepSpeed and transformers imported.
+
+A run of two workers starts in a tenth of a second instead of six. For CPU runs only: a process must not be
+forked after an accelerator was touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+from toolkit.launch import Command
+
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 5.0
+
+
+def run_warm(commands: Sequence[Command]) -> list[int]:
+    """Run worker commands in forked processes; their exit codes. When one fails, the rest are ended."""
+    context = _context()
+    processes = [context.Process(target=_enter, args=(command.argv, dict(command.env))) for command in commands]
+    for process in processes:
+        process.start()
+    try:
+        while any(process.is_alive() for process in processes):
+            if any(process.exitcode for process in processes):
+                _await(processes)
+                break
+            time.sleep(POLL_SECONDS)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    return [process.exitcode if process.exitcode is not None else -1 for process in processes]
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["toolkit.runtime.preload"])
+    return context
+
+
+def _await(processes: Sequence[ForkServerProcess]) -> None:
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+        time.sleep(POLL_SECONDS)
+
+
+def _enter(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """The forked process: as if `argv` had been started with `env`."""
+    from toolkit import worker
+
+    os.environ.update(env)
+    position = argv.index(worker.__name__)
+    sys.exit(worker.main(argv[position + 1 :]))
