@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from toolkit.execution import Execution, layer_shape
 from toolkit.operators import LayerShape
 
@@ -21,28 +19,28 @@ FLASH_STATS_BYTES = 4.0
 """Log-sum-exp of one head and token."""
 
 
-def layer_bytes(e: Execution, shape: LayerShape) -> float:
+def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> float:
     """Everything that one layer of one micro-batch keeps without recompute."""
     tokens, part = e.slice.tokens, e.slice
-    residual = residual_bytes(e, shape) / part.residual_parts
-    inner = inner_bytes(e, shape) / part.tp
+    residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
+    inner = inner_bytes(e, shape, fused=fused) / part.tp
     scale = e.element_bytes / 2
     return tokens * (residual + inner) * scale + score_bytes(e, shape)
 
 
-def residual_bytes(e: Execution, shape: LayerShape) -> float:
+def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Inputs and outputs of two norms for one token; eager RMSNorm keeps an fp32 copy; dropout a mask."""
-    eager_rms = e.software.fusion == "eager" and shape.gated
+    eager_rms = e.software.fusion == "eager" and shape.gated and not fused
     norm = 10.0 if eager_rms else 4.0
     masks = 1.0 if e.software.dropout else 0.0
     return 2 * (norm + masks) * shape.hidden
 
 
-def inner_bytes(e: Execution, shape: LayerShape) -> float:
+def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Queries, keys, values, attention output and the MLP's inner tensors for one token, in 16 bits."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * (2 * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
-    gated = 3 if e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
+    gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     tensors = gated if shape.gated else 2
     inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
     routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens as sent to experts and back
@@ -57,11 +55,11 @@ def score_bytes(e: Execution, shape: LayerShape) -> float:
     return each * e.slice.tokens * e.seq_len * shape.heads / e.tp
 
 
-def mean_layer_bytes(e: Execution) -> float:
-    """The average over the model's kinds of layers."""
+def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
+    """The average over the model's kinds of layers; `fused`: without what only eager operators keep."""
     experts = e.model.moe_layers / e.model.layers
-    dense = layer_bytes(e, layer_shape(e.model, experts=False)) if experts < 1 else 0.0
-    mixed = layer_bytes(e, layer_shape(e.model, experts=True)) if experts > 0 else 0.0
+    dense = layer_bytes(e, layer_shape(e.model, experts=False), fused=fused) if experts < 1 else 0.0
+    mixed = layer_bytes(e, layer_shape(e.model, experts=True), fused=fused) if experts > 0 else 0.0
     return dense * (1 - experts) + mixed * experts
 
 
@@ -69,10 +67,11 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     """Activations of `layers` layers that the micro-batches in flight keep until their backward pass."""
     inputs = e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
     buffers = PIPELINE_BUFFERS * inputs * in_flight if e.pp > 1 else 0.0
-    if e.recompute.kept == 1.0:
+    kept = e.recompute.kept
+    if kept == 1.0:
         return layers * mean_layer_bytes(e) * in_flight + buffers
-    fused = mean_layer_bytes(replace(e, software=replace(e.software, fusion="compiled")))
-    return layers * (inputs + e.recompute.kept * fused) * in_flight + buffers
+    whole = inputs + kept * mean_layer_bytes(e, fused=True) if kept else inputs
+    return layers * whole * in_flight + buffers
 
 
 def live_bytes(e: Execution) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from toolkit.cluster import Cluster
 from toolkit.model_spec import ModelSpec
@@ -82,12 +83,7 @@ class Execution:
     master_weights: bool = True
     """Whether 16-bit training keeps fp32 weights and states."""
 
-    @property
-    def shape(self) -> LayerShape:
-        """A layer without experts."""
-        return layer_shape(self.model, experts=False)
-
-    @property
+    @cached_property
     def slice(self) -> Slice:
         """The share of a layer's work that one device does for one micro-batch."""
         return Slice(
@@ -101,10 +97,20 @@ class Execution:
         """Ranks that hold the same weights before ZeRO."""
         return self.dp * self.cp * self.sp
 
-    @property
+    @cached_property
+    def mean_layer_params(self) -> float:
+        """Parameters of a layer, averaged over layers."""
+        return sum(self.model.layer_params) / self.model.layers
+
+    @cached_property
+    def model_params(self) -> int:
+        """All parameters of the model."""
+        return self.model.params
+
+    @cached_property
     def trained_share(self) -> float:
         """Trained parameters over all: 1, or the adapters' share under LoRA."""
-        return 1.0 if not self.lora_rank else lora_params(self.model, self.lora_rank) / self.model.params
+        return 1.0 if not self.lora_rank else lora_params(self.model, self.lora_rank) / self.model_params
 
     @property
     def layers_per_stage(self) -> int:
@@ -112,6 +118,7 @@ class Execution:
         return -(-self.model.layers // self.pp)
 
 
+@lru_cache(maxsize=1024)
 def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
     """The dense layer of a model, or its mixture-of-experts layer."""
     return LayerShape(
@@ -131,10 +138,7 @@ def lora_params(model: ModelSpec, rank: int) -> int:
 def of_plan(plan: Plan, job: Job) -> Execution:
     """The execution that DeepSpeed with a Hugging Face model makes of a plan."""
     work = job.workload
-    backend = job.cluster.device.backend
-    software = replace(
-        DEEPSPEED_HF, flash=2 if work.flash_attention else 0, dp_overlap=plan.pp == 1 and backend != "cpu"
-    )
+    software = _deepspeed(flash=work.flash_attention, overlap=plan.pp == 1 and job.cluster.device.backend != "cpu")
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
@@ -147,3 +151,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank, islands=plan.islands,
         local_steps=plan.local_steps,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _deepspeed(*, flash: bool, overlap: bool) -> Software:
+    return replace(DEEPSPEED_HF, flash=2 if flash else 0, dp_overlap=overlap)

@@ -58,7 +58,7 @@ def _stage_params(e: Execution, index: int) -> float:
     """Parameters of a stage on one tensor-parallel rank; experts are spread over `ep` ranks."""
     model = e.model
     layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
-    total = layers * sum(model.layer_params) / model.layers
+    total = layers * e.mean_layer_params
     if index == 0:
         total += model.embedding_params
     if index == e.pp - 1:

@@ -142,7 +142,7 @@ def power_share(device: Device, cal: Calibration) -> float:
 def gemm_seconds(m: float, n: float, k: float, part: Slice, device: Device, cal: Calibration) -> float:
     """A matmul of m×k by k×n: half a wave of tiles is lost on average, and more where sides don't fit the tiles."""
     tiles = max(1.0, m / TILE) * max(1.0, n / TILE)
-    waves = 1.0 + 0.5 * device.multiprocessors / tiles
+    waves = 1.0 + 0.5 * device.multiprocessors / tiles if device.backend != "cpu" else 1.0
     aligned = 1.0 if n % 64 == 0 and k % 64 == 0 else cal.misaligned
     return 2.0 * m * n * k * waves / (matmul_rate(device, part, cal) * aligned)
 

@@ -68,7 +68,7 @@ class Row:
         return default if value is None or value < 1 else round(value)
 
 
-class NotScorable(Exception):  # noqa: N818  a reason, not an error
+class NotScorable(Exception):
     """A row that lacks what a prediction needs; the message is the reason."""
 
 

@@ -75,7 +75,7 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     """ZeRO 3, one layer and micro-batch: gather beside the forward pass, gather and reduce beside the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
-    params = sum(e.model.layer_params) / e.model.layers / e.tp
+    params = e.mean_layer_params / e.tp
     messages = max(1, min(e.software.zero_messages, math.ceil(params / PREFETCH_ELEMENTS)))
     whole, shard = _groups(e)
     wide = whole if e.zero_variant == "hpz" else shard
@@ -99,11 +99,10 @@ def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
 
 def stage_params(e: Execution) -> float:
     """Parameters of the fullest pipeline stage on one tensor-parallel rank."""
-    per_layer = sum(e.model.layer_params) / e.model.layers
     if e.pp == 1:
-        return e.model.params / e.tp
+        return e.model_params / e.tp
     table = max(e.model.embedding_params, e.model.head_params, e.model.vocab * e.model.hidden)
-    return (e.layers_per_stage * per_layer + table) / e.tp
+    return (e.layers_per_stage * e.mean_layer_params + table) / e.tp
 
 
 def pipeline_seconds(e: Execution, cal: Calibration) -> float:

@@ -90,8 +90,8 @@ def test_tensor_parallel_divides_weights_and_logits() -> None:
 
 
 def test_the_first_pipeline_stage_holds_as_many_micro_batches_as_stages() -> None:
-    staged = memory(plan(0, strategy="pipeline", dp=1, pp=8, grad_accum=64, recompute="full"), job(decoder(vocab=256)))
-    inputs = 2 * 2048 * 4096
+    staged = memory(plan(0, strategy="pipeline", dp=1, pp=8, micro_batch=8, grad_accum=8, recompute="full"), job())
+    inputs = 2 * 8 * 2048 * 4096
     held = 8 * (4 + 2) * inputs  # 8 in flight × (4 layers, received, sent)
     assert staged.logits == 0  # so it is the first stage that is the fullest
     assert held < staged.activations < 2 * held
