@@ -6,7 +6,7 @@ time, so it is not tried where the same plan fits without. `tests/toolkit/test_p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -218,3 +218,15 @@ def smaller_clusters(job: Job) -> list[Job]:
         job = replace(job, cluster=replace(job.cluster, nodes=job.cluster.nodes // 2))
         jobs.append(job)
     return jobs
+
+
+def best_of(decisions: Sequence[Decision], objective: str) -> int:
+    """Which decision has the best plan; the first if none has a plan."""
+    worth = OBJECTIVES[objective]
+    able = [index for index, decision in enumerate(decisions) if decision.chosen is not None]
+    return min(able, key=lambda index: worth(_chosen(decisions[index])), default=0)
+
+
+def _chosen(decision: Decision) -> Option:
+    assert decision.chosen is not None
+    return decision.chosen

@@ -56,7 +56,7 @@ def random_job(seed: int) -> Job:
 @pytest.mark.parametrize("seed", range(50))
 def test_pruning_finds_what_brute_force_finds(seed: int) -> None:
     work = random_job(seed)
-    for objective in ("throughput", "memory"):
+    for objective in ("throughput", "memory") if seed % 5 == 0 else ("throughput",):
         pruned = decide(work, proposals(work), objective)
         brute = Search(work, prune=False)
         for proposal in proposals(work):
