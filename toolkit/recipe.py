@@ -70,6 +70,8 @@ class Train:
 
     global_batch: int = number(64, least=1)
     """Sequences a step, over all devices."""
+    critical_batch: int | None = number(None, least=1)
+    """Sequences beyond which a larger batch hardly saves steps; `toolkit scale` warns where it is passed."""
     steps: int | None = number(None, least=1)
     """Steps to train; or give `epochs`."""
     epochs: float | None = number(None, above=0)

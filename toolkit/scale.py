@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,7 +99,7 @@ def efficiencies(points: Sequence[Point]) -> list[float]:
 def diminishing(points: Sequence[Point]) -> int | None:
     """The number of devices after which more bring less than half of what they cost; None: they pay to the end."""
     able = [p for p in points if p.option]
-    for before, after in zip(able, able[1:], strict=False):
+    for before, after in itertools.pairwise(able):
         gain = after.tokens_per_second / before.tokens_per_second - 1
         if gain < DIMINISHING * (after.devices / before.devices - 1):
             return before.devices
@@ -106,7 +107,7 @@ def diminishing(points: Sequence[Point]) -> int | None:
 
 
 def scaling(
-    job: Job, sizes: Sequence[int], strategies: dict[str, Propose], *, weak: bool = True, tokens: float = 0.0,
+    job: Job, sizes: Sequence[int], strategies: Mapping[str, Propose], *, weak: bool = True, tokens: float = 0.0,
     critical_batch: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The JSON of `toolkit scale`."""
