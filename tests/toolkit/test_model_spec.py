@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_configs import LAYERS, small, variants
 from transformers import AutoModelForCausalLM, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.toolkit.tiny_configs import LAYERS, small, variants
 from toolkit.architectures import ARCHITECTURES
 from toolkit.architectures.defaults import KEYS, defaults
 from toolkit.errors import BadInput
