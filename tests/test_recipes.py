@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -39,26 +40,26 @@ def test_readme_links_lead_somewhere() -> None:
 
 
 def test_a_wheel_finds_its_recipes_and_configs(tmp_path: Path) -> None:
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
-    done = subprocess.run(build, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    site = tmp_path / "site"
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(site)
+    site = build_and_unpack(tmp_path)
     code = (
-        f"import sys; sys.path.insert(0, {str(site)!r}); import toolkit; assert toolkit.__file__.startswith({str(site)!r});"
+        f"import sys; sys.path.insert(0, {str(site)!r}); import toolkit;"
+        f"assert toolkit.__file__.startswith({str(site)!r});"
         "from toolkit.cli import main; sys.exit(main(['plan', 'demo', 'model={path: llama-3-8b}', 'cluster=dgx-h100']))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def build_and_unpack(tmp_path: Path) -> Path:
+    """The wheel of a copy of the sources: an older build directory would hide what is missing."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("toolkit", "strategies", "recipes", "configs"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    return site
