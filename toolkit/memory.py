@@ -77,12 +77,12 @@ def _remote_experts(e: Execution) -> float:
 
 def _param_bytes(e: Execution, params: float) -> float:
     """Weights in the training precision; hpZ holds a second copy inside its group."""
+    second = e.element_bytes * params / e.zero_group if e.zero_stage == 3 and e.zero_variant == "hpz" else 0.0
     if e.offload.endswith("_params"):
-        return 0.0
+        return second
     if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
-    shard = e.element_bytes * params / state_shards(e)
-    return shard + (e.element_bytes * params / e.zero_group if e.zero_variant == "hpz" else 0.0)
+    return e.element_bytes * params / state_shards(e) + second
 
 
 def _grad_bytes(e: Execution, params: float) -> float:

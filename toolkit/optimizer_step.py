@@ -43,10 +43,10 @@ def state_shards(e: Execution) -> int:
 
 
 def _offloaded(e: Execution, shard: float) -> float:
-    """Gradients to the host and weights back, the host's update, and the disk's if it holds the states."""
+    """Gradients of every micro-batch to the host, weights back, the host's update, and the disk's for states there."""
     link = e.cluster.device.host_bytes_per_second
     on_node = min(e.cluster.devices_per_node, e.cluster.devices)
-    total = 2 * e.element_bytes * shard / link
+    total = (e.grad_accum + 1) * e.element_bytes * shard / link
     total += shard * on_node * update_bytes(e.optimizer) / HOST_UPDATE_BYTES_PER_SECOND
     if e.offload.startswith("nvme"):
         states = 4 + 4 * MOMENTS[e.optimizer]

@@ -21,7 +21,7 @@ def render(decision: Decision, job: Job, recipe_text: str) -> str:
     limit, host_limit = limits(job)
     recipe = yaml.safe_load(recipe_text)
     data = {
-        "title": f"{recipe.get('name', 'recipe')} on {job.cluster.name}",
+        "title": f"{recipe.get('name', 'recipe')} on {job.cluster.devices} × {job.cluster.device.name}",
         "subtitle": _subtitle(decision, job),
         "memory_limit": limit,
         "host_limit": host_limit,
@@ -43,7 +43,7 @@ def fill(page: str, data: dict[str, Any]) -> str:
 def _subtitle(decision: Decision, job: Job) -> str:
     work, cluster = job.workload, job.cluster
     return (
-        f"{job.model.params / 1e9:.2f} B parameters · {cluster.devices} × {cluster.device.name} · "
+        f"{job.model.params / 1e9:.2f} B parameters · {cluster.nodes} nodes of {cluster.devices_per_node} · "
         f"{work.global_batch} sequences of {work.seq_len} tokens a step · {work.precision} · "
         f"{decision.considered:,} plans considered, {len(decision.ranked):,} ranked"
     )

@@ -21,8 +21,8 @@ DEVICE_SHARE = 0.99
 """Part of an accelerator's memory that the driver leaves: 79.2 GiB of an H100's or A100's 80."""
 HOST_SHARE = 0.9
 """Part of the host's memory that a plan may use."""
-TIE = 0.002
-"""Plans whose rates differ by less are equal: the simpler one goes first."""
+TIE = 0.01
+"""Plans that differ by less are equal, since predictions are no finer: the simpler one goes first."""
 
 
 @dataclass(frozen=True)
