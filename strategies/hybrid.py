@@ -1,46 +1,50 @@
-"""Hybrid: pipeline stages of tensor shards, and replicas of the whole."""
+"""Hybrid: tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.base import Proposal, Space, divisors
-from strategies.pipeline import staged
-from strategies.tensor_parallel import tensor_fault, tensor_sizes
+from strategies.base import Proposal, Space, plans
+from strategies.legal import pipeline_sizes, sequence_sizes, tensor_sizes
 from toolkit import compat
 from toolkit.plan import Job, Refusal
+
+WIDEST = 64
+"""Devices that share a layer's work: beyond, exchanges outweigh what each device computes."""
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Pipeline × tensor × data, with ZeRO 0 or 1."""
+    """Every product of at least two model-parallel axes, with the stages of ZeRO that go with it."""
 
     name: str = "hybrid"
-    summary: str = "pipeline stages across nodes, tensor shards inside them, replicas of the whole"
-    axes: tuple[str, ...] = ("pp", "tp", "dp", "zero_stage", "micro_batch", "grad_accum", "recompute", "pipeline_bounds")  # fmt: skip
-    needs: str = "at least four devices, a layer a stage, heads that divide"
-    refuses: str = "what pipeline and tensor_parallel refuse"
+    summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
+    axes: tuple[str, ...] = (
+        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute", "pipeline_bounds",
+    )  # fmt: skip
+    needs: str = "what its axes need, and tp·pp·sp devices a replica"
+    refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
-        """Every pair of sizes whose product divides the devices."""
-        for tp in tensor_sizes(job):
-            reason = tensor_fault(job, tp)
-            if reason or tp < 2:
-                yield Refusal(self.name, reason or "one tensor rank is no hybrid: that is `pipeline`")
-                continue
-            for pp in self._stages(job, tp):
-                yield from staged(self.name, job, Space(pp=(pp,), tp=(tp,), zero_stage=compat.pipeline_zero_stages()))
+        """Products of legal sizes; sizes that are not legal are refused once."""
+        found = [list(sizes(self.name, job)) for sizes in (tensor_sizes, pipeline_sizes, sequence_sizes)]
+        yield from (size for sizes in found for size in sizes if isinstance(size, Refusal))
+        tensor, stages, tokens = ([1, *(size for size in sizes if isinstance(size, int))] for sizes in found)
+        for tp, pp, sp in itertools.product(tensor, stages, tokens):
+            axes = (tp > 1) + (pp > 1) + (sp > 1)
+            if axes > 1 and tp * sp <= WIDEST and job.cluster.devices % (tp * pp * sp) == 0:
+                yield from plans(self.name, job, Space(tp=(tp,), pp=(pp,), sp=(sp,), zero_stage=_stages(job, pp)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """2 × 2 × the rest, with ZeRO 0 and 1."""
+        """Two by two, and replicas with the rest, with and without sharded states."""
         if devices % 4:
             return {}
-        return {f"hybrid-2x2+zero-{z}": {"pp": 2, "tp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
+        return {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
 
-    def _stages(self, job: Job, tp: int) -> list[int]:
-        if "pp" in job.fixed:
-            return [int(job.fixed["pp"])]
-        rest = job.cluster.devices // tp if job.cluster.devices % tp == 0 else 1
-        return [size for size in divisors(rest) if size > 1] or [2]
+
+def _stages(job: Job, pp: int) -> tuple[int, ...]:
+    """ZeRO stages to try; in a pipeline those that it runs with, unless the recipe asks for another."""
+    return compat.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

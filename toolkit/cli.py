@@ -14,6 +14,9 @@ COMMANDS: dict[str, str] = {
     "train": "plan, write the run directory, launch and watch the workers",
     "parity": "run a recipe under each strategy against one process and compare losses and gradient norms",
     "coverage": "train tiny models of every type under each strategy against one process",
+    "scale": "scaling curves of a recipe over numbers of devices, strategy by strategy",
+    "validate": "the cost model's predictions against measurements in a CSV file",
+    "probe": "measure this machine: matmul, memory, collectives; write a cluster file",
     "strategies": "list the strategy registry",
     "keys": "list every recipe key with its type, default and meaning",
 }

@@ -37,6 +37,22 @@ RULES: tuple[Rule, ...] = (
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
     ),
     Rule(
+        forbids=lambda plan, job: plan.sp > 1 and plan.tp * plan.pp > 1,
+        reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.tp * plan.pp * plan.sp > 1,
+        reason="expert parallel runs with data parallel and ZeRO only",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
+        reason="offload is offered with data parallel and ZeRO only: parity under tensor or pipeline axes is not shown",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.lora_rank > 0,
+        reason="LoRA adapters are added to whole linear layers; use data_parallel or zero",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
         reason="offload needs ZeRO: DeepSpeed moves only sharded optimizer states; use zero_stage 1, 2 or 3",
     ),
@@ -76,6 +92,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.zero_variant == "plain" and plan.zero_stage > 0 and plan.zero_group != plan.dp,
         reason="a zero_group smaller than dp needs zero_variant hpz (or mics, before DeepSpeed 0.19.7)",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "hpz" and not _splits(plan),
+        reason="hpZ needs a zero_group above 1 and below dp that divides dp; use that, or zero_variant plain",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "hpz" and plan.zero_group > job.cluster.devices_per_node,
+        reason="hpZ keeps a second copy of the parameters inside a node; use a zero_group of at most devices_per_node",
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_quantized != "none" and plan.zero_stage != 3,
@@ -150,6 +174,11 @@ def parse_version(text: str) -> Version:
     """`0.19.8+cpu` → (0, 19, 8)."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else REFERENCE_VERSION
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether the sharding group is a true part of the replicas."""
+    return 1 < plan.zero_group < plan.dp and plan.dp % plan.zero_group == 0
 
 
 def _applies(rule: Rule, version: Version) -> bool:

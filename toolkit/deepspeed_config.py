@@ -131,6 +131,7 @@ def _precision(plan: Plan) -> dict[str, Any]:
     return {
         "bf16": {"enabled": plan.precision == "bf16"},
         "fp16": fp16,
-        # Micro-batches are summed in fp32, so that accumulation loses nothing in bf16.
-        "data_types": {"grad_accum_dtype": "fp32"},
+        # Micro-batches are summed in fp32, so that accumulation loses nothing; without ZeRO, DeepSpeed (0.19) has
+        # only the model's own type for it.
+        "data_types": {"grad_accum_dtype": "fp32" if plan.zero_stage else plan.precision},
     }

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from toolkit.architecture_table import ARCHITECTURES
-from toolkit.architectures import Architecture
+from toolkit.architectures import ARCHITECTURES
+from toolkit.architectures.row import Architecture
+from toolkit.architectures.terms import Experts, Shape
 from toolkit.model_config import known_type, resolve, text_config
-from toolkit.model_defaults import defaults
 from toolkit.model_files import load_model_config
-from toolkit.model_terms import Experts, Shape
 
 __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
@@ -77,14 +76,11 @@ def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
     text = text_config(config)
     model_type = known_type(text.get("model_type"))
     row = ARCHITECTURES[model_type]
-    return _count(model_type, row, resolve(model_type, row, text), tied=_tied(model_type, text))
+    return _count(model_type, row, resolve(model_type, row, text))
 
 
-def _tied(model_type: str, config: Mapping[str, Any]) -> bool:
-    return bool(config.get("tie_word_embeddings", defaults(model_type).values.get("tie_word_embeddings", True)))
-
-
-def _count(model_type: str, row: Architecture, shape: Shape, *, tied: bool) -> ModelSpec:
+def _count(model_type: str, row: Architecture, shape: Shape) -> ModelSpec:
+    tied = row.ties and shape.on("tie_word_embeddings")
     layers = [_layer(row, shape, index) for index in range(shape.layers)]
     width = row.token_width(shape)
     head = 0 if tied else (width + row.untied_bias) * shape.vocab
@@ -121,7 +117,7 @@ def _layer(row: Architecture, shape: Shape, index: int) -> _Layer:
         return _Layer(params, params, False)
     always, expert = base + experts.always(shape), experts.expert(shape)
     number = shape.num(experts.number)
-    visited = min(shape.num(experts.per_token), number)
+    visited = min(shape.num(experts.visited), number)
     return _Layer(always + number * expert, always + visited * expert, True)
 
 
@@ -130,7 +126,7 @@ def _expert_fields(experts: Experts | None, shape: Shape, sparse_layers: int) ->
         return {}
     return {
         "experts": shape.num(experts.number),
-        "experts_per_token": shape.num(experts.per_token),
+        "experts_per_token": shape.num(experts.visited),
         "expert_ffn": shape.num(experts.width),
         "shared_ffn": experts.shared(shape),
         "moe_layers": sparse_layers,

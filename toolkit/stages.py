@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 
 from toolkit.model_spec import ModelSpec
 
 
+@lru_cache
 def pipeline_bounds(model: ModelSpec, stages: int, seq_len: int) -> tuple[int, ...]:
     """First layer of each stage, and the number of layers, by FLOPs a token.
 
@@ -23,32 +26,45 @@ def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
     return balance([1.0] * layers, stages)
 
 
-def balance(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Bounds that make the dearest stage as cheap as possible; `first` and `last` come on top of the outer stages.
+def balance(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[int, ...]:
+    """Bounds that make the dearest stage as cheap as possible, evenly among equals; `last` comes on top of the last.
 
     Every stage has at least one layer.
     """
     layers = len(costs)
     assert 1 <= stages <= layers, f"{stages} stages need at least as many layers; there are {layers}"
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = list(itertools.accumulate([*costs[:-1], costs[-1] + last], initial=0.0))
+    limit = _cheapest_limit(total, stages)
+    earliest = _earliest_starts(total, stages, limit)
+    bounds = [0]
+    for stage in range(1, stages):
+        start = bounds[-1]
+        fair = (total[-1] - total[start]) / (stages - stage + 1)
+        ends = range(max(start + 1, earliest[stage]), layers - (stages - stage) + 1)
+        allowed = [end for end in ends if total[end] - total[start] <= limit]
+        bounds.append(min(allowed, key=lambda end: abs(total[end] - total[start] - fair)))
+    return (*bounds, layers)
 
-    @cache
-    def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
-        """Dearest stage, sum of squares (evenness among equals) and bounds of the stages from here on."""
-        extra = first if stage == 0 else 0.0
-        if stage == stages - 1:
-            own = total[layers] - total[start] + extra + last
-            return own, own * own, (start, layers)
-        options = []
-        for end in range(start + 1, layers - (stages - stage - 1) + 1):
-            own = total[end] - total[start] + extra
-            dearest, squares, bounds = best(stage + 1, end)
-            options.append((max(own, dearest), own * own + squares, (start, *bounds)))
-        return min(options)
 
-    return best(0, 0)[2]
+def _cheapest_limit(total: Sequence[float], stages: int) -> float:
+    """The lowest limit that every stage can keep."""
+    low, high = 0.0, total[-1]
+    while high - low > 1e-9 * total[-1]:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _earliest_starts(total, stages, middle)[0] == 0 else (middle, high)
+    return high
+
+
+def _earliest_starts(total: Sequence[float], stages: int, limit: float) -> list[int]:
+    """The first layer that each stage can begin with, if it and all later ones are to keep the limit."""
+    starts, end = [], len(total) - 1
+    for stage in reversed(range(stages)):
+        start = bisect.bisect_left(total, total[end] - limit)
+        end = max(stage, start)  # earlier stages need a layer each
+        if total[min(end + 1, len(total) - 1)] - total[end] > limit:
+            return [len(total)] * stages
+        starts.append(end)
+    return starts[::-1]
 
 
 def bounds_fault(bounds: Sequence[int], layers: int, stages: int) -> str | None:

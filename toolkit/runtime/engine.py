@@ -10,6 +10,7 @@ import deepspeed
 import torch
 from torch.nn.functional import cross_entropy
 
+from toolkit.plan import Plan
 from toolkit.recipe import Train
 from toolkit.runtime.data import IGNORE, MicroBatch
 from toolkit.runtime.distributed import device
@@ -66,6 +67,7 @@ class ReplicaEngine:
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
             mpu=unit,
         )
+        undo_first_step(self._engine.optimizer, mesh.plan, train)
         self._norm = NormMeter(self._engine, mesh)
 
     @property
@@ -136,3 +138,17 @@ def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy added up over counted tokens: a number even where none counts."""
     return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def undo_first_step(optimizer: Any, plan: Plan, train: Train) -> None:
+    """Give a 16-bit optimizer without ZeRO back its fresh state.
+
+    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
+    bias correction shortens the first updates, and weight decay has already bitten.
+    """
+    if plan.zero_stage > 0 or plan.precision == "fp32" or train.optimizer != "adamw":
+        return
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)

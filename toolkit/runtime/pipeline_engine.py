@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from toolkit.recipe import Train
 from toolkit.runtime.data import MicroBatch
-from toolkit.runtime.engine import NormMeter, StepResult, counted_tokens
+from toolkit.runtime.engine import NormMeter, StepResult, counted_tokens, undo_first_step
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.pipeline_stage import Stage
 from toolkit.runtime.shards import layout_of
@@ -43,6 +43,7 @@ class PipelineRun:
             config=config,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        undo_first_step(self._engine.optimizer, mesh.plan, train)
         self._norm = NormMeter(self._engine, mesh)
 
     @property

@@ -46,6 +46,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> No
         memory=MemoryMeter(),
         model_flops=order.model_flops,
         peak_flops=order.peak_flops * world.size,
+        scales_loss=plan.precision == "fp16",
     )
     share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)
     data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)

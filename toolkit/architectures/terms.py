@@ -86,7 +86,9 @@ def attention(
 
 
 def _qk_norm(kind: str, shape: Shape) -> int:
-    """Norms of queries and keys: over one head, over one head with a bias, or over all heads."""
+    """Norms of queries and keys: over one head (`+bias`: with a bias), over all heads, over the hidden size."""
+    if kind == "hidden":
+        return shape.hidden + shape.hidden // shape.heads * shape.kv_heads
     heads = {"": 0, "head": 2, "head+bias": 4, "all": shape.heads + shape.kv_heads}
     return heads[kind] * shape.head_dim
 
@@ -97,8 +99,9 @@ def latent_attention(bias: Flag = "attention_bias", rope_key: str = "qk_rope_hea
     def term(shape: Shape, layer: int) -> int:
         hidden, heads, rank = shape.hidden, shape.heads, shape.num("q_lora_rank")
         rope, nope, value = shape.num(rope_key), shape.num("qk_nope_head_dim"), shape.num("v_head_dim")
+        value = value or hidden // heads
         latent = shape.num("kv_lora_rank")
-        queries = heads * (nope + rope)
+        queries = heads * (shape.num("qk_head_dim") or nope + rope)
         query = rank * (hidden + 1 + queries) if rank else hidden * queries
         keys_values = hidden * (latent + rope) + latent + latent * heads * (nope + value)
         biases = shape.on(bias) * (rank + latent + rope + hidden)
@@ -115,9 +118,11 @@ def indexer(shape: Shape, layer: int) -> int:
 
 def delta_attention(shape: Shape, layer: int) -> int:
     """Gated delta rule (linear attention with a short convolution), as in Qwen3-Next."""
-    keys = shape.num("linear_num_key_heads") * shape.num("linear_key_head_dim")
-    heads, width = shape.num("linear_num_value_heads"), shape.num("linear_value_head_dim")
-    values = heads * width
+    key_heads, heads = (shape.num(f"linear_num_{kind}_heads") or shape.heads for kind in ("key", "value"))
+    # OLMo derives the widths that a config leaves out in this way; Qwen's always has them.
+    key_width = shape.num("linear_key_head_dim") or int(0.75 * shape.hidden / key_heads)
+    width = shape.num("linear_value_head_dim") or 2 * key_width
+    keys, values = key_heads * key_width, heads * width
     mixed = 2 * keys + values
     convolution = mixed * shape.num("linear_conv_kernel_dim")
     return shape.hidden * (mixed + 2 * values + 2 * heads) + convolution + 2 * heads + width
@@ -183,7 +188,7 @@ class Experts:
 
     number: str = "num_experts"
     """Key with the number of routed experts."""
-    per_token: str = "num_experts_per_tok"
+    visited: str = "num_experts_per_tok"
     """Key with the number of experts that a token visits."""
     width: str = "moe_intermediate_size"
     """Key with the inner width of one expert."""
@@ -199,7 +204,7 @@ class Experts:
     """Whether the routed experts have biases."""
     router: int = 0
     """Parameters of the router for each expert, beside its row of weights."""
-    extra: Total = nothing
+    beside: Total = nothing
     """Anything else in a mixture layer."""
 
     def expert(self, shape: Shape) -> int:
@@ -210,7 +215,7 @@ class Experts:
         """Parameters that every token visits: router, shared experts, the rest."""
         router = shape.num(self.number) * (shape.hidden + self.router)
         shared = mlp_params(shape, self.shared(shape), self.matrices, shape.on(self.shared_bias))
-        return router + shared + self.extra(shape)
+        return router + shared + self.beside(shape)
 
 
 def after(key: str) -> Rule:

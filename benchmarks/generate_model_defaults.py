@@ -1,6 +1,6 @@
-"""Writes toolkit/model_defaults.json: what transformers assumes for each causal language model type.
+"""Writes toolkit/architectures/defaults.json: what transformers assumes for each causal language model type.
 
-    python benchmarks/model_defaults.py [--check]
+    python benchmarks/generate_model_defaults.py [--check]
 
 Run it after an update of transformers; a test compares the file with what this writes.
 """
@@ -18,9 +18,9 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit.model_defaults import KEYS
+from toolkit.architectures.defaults import KEYS
 
-TARGET = Path(__file__).parents[1] / "toolkit" / "model_defaults.json"
+TARGET = Path(__file__).parents[1] / "toolkit" / "architectures" / "defaults.json"
 
 
 def field_defaults(config_class: type, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,103 @@
+"""Shared by all tests: tiny recipes, and real worker processes from a warm fork server."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
+
+from toolkit import launch
+from toolkit.recipe_file import make_recipe
+from toolkit.resolve import resolve
+from toolkit.run_dir import RunDir
+from toolkit.runtime.pool import run_warm
+
+TINY_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 64,
+}
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A jsonl of documents of different lengths."""
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    documents = [" ".join(WORDS[i % 7 :] * (1 + i % 3)) for i in range(40)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@pytest.fixture
+def recipe_mapping(text_file: Path) -> dict[str, Any]:
+    """A recipe that trains in a second."""
+    return {
+        "name": "tiny",
+        "model": {"config": dict(TINY_LLAMA), "precision": "fp32"},
+        "data": {"path": str(text_file), "tokenizer": "bytes", "seq_len": 32},
+        "train": {"global_batch": 8, "steps": 4, "lr": 1e-2, "warmup": 0.25},
+        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+    }
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    run: RunDir
+    codes: list[int]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads(self.run.summary.read_text())  # type: ignore[no-any-return]
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["loss"] for record in self.records]
+
+    @property
+    def norms(self) -> list[float]:
+        return [record["grad_norm"] for record in self.records]
+
+
+Trainer = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session")
+def references() -> dict[tuple[str, ...], Finished]:
+    """Runs in one process that several tests compare with: overrides → run."""
+    return {}
+
+
+@pytest.fixture
+def train(recipe_mapping: dict[str, Any], tmp_path: Path) -> Trainer:
+    """`train(*overrides, nproc=2)`: a real run in real processes."""
+    count = iter(range(1000))
+
+    def run(*overrides: str, nproc: int = 2, check: bool = True) -> Finished:
+        resolved = resolve(make_recipe(recipe_mapping, overrides), nproc)
+        directory = resolved.write(tmp_path / f"run-{next(count)}")
+        codes = run_warm(launch.commands("local", directory.path, nproc, "cpu"))
+        if check and any(codes):
+            logs = "\n".join(path.read_text() for path in sorted(directory.path.glob("logs/*")))
+            raise AssertionError(f"exit codes {codes}\n{logs[-4000:]}")
+        return Finished(directory, codes)
+
+    return run
