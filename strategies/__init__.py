@@ -9,6 +9,7 @@ from strategies.base import Proposal, Strategy
 from strategies.data_parallel import DataParallel
 from strategies.hybrid import Hybrid
 from strategies.pipeline import Pipeline
+from strategies.sequence_parallel import SequenceParallel
 from strategies.tensor_parallel import TensorParallel
 from strategies.zero import Zero
 from toolkit.plan import Job
@@ -19,6 +20,7 @@ STRATEGIES: dict[str, Strategy] = {
     "tensor_parallel": TensorParallel(),
     "pipeline": Pipeline(),
     "hybrid": Hybrid(),
+    "sequence_parallel": SequenceParallel(),
 }
 
 

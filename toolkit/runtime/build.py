@@ -16,6 +16,7 @@ from toolkit.runtime.model import build_model, check_same_weights, fill, open_we
 from toolkit.runtime.pipeline_engine import PipelineRun
 from toolkit.runtime.pipeline_split import analyse, find_layers
 from toolkit.runtime.pipeline_stage import Stage
+from toolkit.runtime.sequence_parallel import SequenceGroup, SequenceShare
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_parallel import ReplicaCheck, shard, sum_partial_gradients
 from toolkit.schedule import Schedule
@@ -50,7 +51,11 @@ def _replica(site: Site, mesh: Mesh) -> Engine:
     check_same_weights(model)
     if site.plan.recompute == "full":
         recompute_layers(model)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
+    if site.plan.sp == 1:
+        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
+    share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, site.plan.sp))
+    share.install(model)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, take=share.take)
 
 
 def _tensor(site: Site, mesh: Mesh) -> Engine:

@@ -56,8 +56,10 @@ class ReplicaEngine:
         schedule: Schedule,
         unit: TensorUnit | None = None,
         after_backward: Callable[[], None] | None = None,
+        take: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
     ) -> None:
         self._mesh = mesh
+        self._take = take
         self._after_backward = after_backward
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         self._engine, *_ = deepspeed.initialize(
@@ -80,20 +82,19 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        plan = self._mesh.plan
-        tokens = counted_tokens(batch, self._mesh)
-        # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
-        weight = self._scale * plan.grad_accum * plan.dp / max(tokens, 1)
+        tokens = counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
+        weight = self._scale * self._mesh.plan.grad_accum * self._mesh.token_ranks / max(tokens, 1)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         for micro in batch:
-            moved = micro.to(device())
-            loss = summed_loss(self._engine(**moved.inputs()).logits, moved.labels)
+            own = self._take(micro.to(device()))
+            loss = summed_loss(self._engine(**own.inputs()).logits, own.labels)
             total += loss.detach()
             self._engine.backward(loss * weight)
             self._check_once()
             self._engine.step()
-        mean = self._mesh.sum_over_data(total) / max(tokens, 1)
+        mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
         return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr)
 
     def _check_once(self) -> None:
@@ -132,7 +133,7 @@ class NormMeter:
 
 def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
     """Tokens of the global batch that the loss counts."""
-    return int(mesh.sum_over_data(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+    return int(mesh.sum_over_tokens(torch.tensor(sum(micro.counted for micro in batch), device=device())))
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_nor
     squares = torch.zeros((), device=device())
     if counted:
         squares = torch.stack(torch._foreach_norm(counted)).square().sum()
-    norm = float(mesh.sum_over_replica(squares).sqrt())
+    norm = float(mesh.sum_over_shards(squares).sqrt())
     scale = max_norm / (norm + EPSILON)
     if scale < 1:
         torch._foreach_mul_([p.grad for p in held if p.grad is not None], scale)

@@ -17,7 +17,7 @@ class Mesh:
 
     def __init__(self, plan: Plan, rank: int, size: int) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
-        assert plan.tp == 1 or plan.sp == 1, "tensor and sequence axes share their place in the grid"
+        assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold whole models"
         self.plan = plan
         inner = plan.tp * plan.sp
         self.pipe, rest = divmod(rank, plan.dp * inner)
@@ -37,13 +37,20 @@ class Mesh:
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
 
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over replicas, in place."""
-        return all_sum(values, self.data_group) if self.plan.dp > 1 else values
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that each see other tokens: replicas, and the sequence ranks of each."""
+        return self.plan.dp * self.plan.sp
 
-    def sum_over_replica(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the stages and shards of this replica, in place."""
-        return all_sum(values, self.replica_group) if self.plan.devices > self.plan.dp else values
+    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks that see other tokens, in place."""
+        if self.token_ranks == 1:
+            return values
+        return all_sum(values, self.data_group if self.plan.sp == 1 else None)
+
+    def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the stages and tensor shards of this replica, in place."""
+        return all_sum(values, self.replica_group) if self.plan.tp * self.plan.pp > 1 else values
 
     def _own(self, groups: Sequence[Sequence[int]]) -> Any:
         """Make all groups, as every rank must; the one that this rank is in. None: the world, or this rank alone."""
