@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 from strategies.base import Proposal, Strategy
 from strategies.data_parallel import DataParallel
+from strategies.expert_parallel import ExpertParallel
 from strategies.hybrid import Hybrid
 from strategies.pipeline import Pipeline
 from strategies.sequence_parallel import SequenceParallel
@@ -21,6 +22,7 @@ STRATEGIES: dict[str, Strategy] = {
     "pipeline": Pipeline(),
     "hybrid": Hybrid(),
     "sequence_parallel": SequenceParallel(),
+    "expert_parallel": ExpertParallel(),
 }
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from toolkit.plan import Job, Plan
 
 Version = tuple[int, ...]
+AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
+"""Model types that DeepSpeed (0.19) spreads experts of."""
 ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 
 
@@ -43,6 +45,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.tp * plan.pp * plan.sp > 1,
         reason="expert parallel runs with data parallel and ZeRO only",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
+        reason="expert parallel is offered with ZeRO 0 to 2: expert and other parameters are sharded over other groups",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
+        reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",

@@ -37,6 +37,7 @@ def deepspeed_config(
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         **_pipeline(plan),
+        **({"expert_parallel": {"enabled": True, "autoep_size": plan.ep}} if plan.ep > 1 else {}),
         **_precision(plan),
     }
 

@@ -17,15 +17,27 @@ EPSILON = 1e-6
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_norm: float) -> float:
     """Scale gradients down to `max_norm`; the norm before."""
     held = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in held if p.grad is not None and _counts(p, mesh)]
-    squares = torch.zeros((), device=device())
-    if counted:
-        squares = torch.stack(torch._foreach_norm(counted)).square().sum()
-    norm = float(mesh.sum_over_shards(squares).sqrt())
+    squares = mesh.sum_over_shards(_squares(p for p in held if not _is_expert(p) and _counts(p, mesh)))
+    if mesh.plan.ep > 1:  # each rank of an expert group holds other experts; groups repeat dp / ep times
+        experts = _squares(p for p in held if _is_expert(p))
+        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
+    norm = float(squares.sqrt())
     scale = max_norm / (norm + EPSILON)
     if scale < 1:
         torch._foreach_mul_([p.grad for p in held if p.grad is not None], scale)
     return norm
+
+
+def _squares(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=device())
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether DeepSpeed reduces a gradient over ranks with the same experts only."""
+    return not getattr(parameter, "allreduce", True)
 
 
 def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:

@@ -85,8 +85,11 @@ def _noise(base: PretrainedConfig, dropout: float) -> dict[str, float]:
 
 
 def _has(base: PretrainedConfig, key: str) -> bool:
-    # A null low rank means a plain projection: another code path, which must stay.
-    return hasattr(base, key) and not (key == "q_lora_rank" and base.q_lora_rank is None)
+    if key == "q_lora_rank" and getattr(base, key, 0) is None:
+        return False  # a plain projection: another code path, which must stay
+    if key == "head_dim" and hasattr(base, "qk_rope_head_dim"):
+        return False  # latent attention: it follows from the parts of a head
+    return hasattr(base, key)
 
 
 def _is_flag(key: str, value: Any, base: PretrainedConfig) -> bool:
