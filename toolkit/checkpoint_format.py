@@ -88,7 +88,7 @@ def dump_index(index: Mapping[str, Parameter]) -> bytes:
         }
         for name, parameter in sorted(index.items())
     }
-    return _json({"format": FORMAT, "parameters": parameters})
+    return canonical_json({"format": FORMAT, "parameters": parameters})
 
 
 def parse_index(data: bytes, files: Iterable[str]) -> Index:
@@ -139,7 +139,7 @@ def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
         "step": step,
         "files": {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in sorted(files.items())},
     }
-    return _json({**body, "digest": hashlib.sha256(_json(body)).hexdigest()})
+    return canonical_json({**body, "digest": hashlib.sha256(canonical_json(body)).hexdigest()})
 
 
 def parse_manifest(data: bytes) -> tuple[dict[str, FileEntry], int]:
@@ -253,5 +253,6 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _json(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
+    """One form for each value: sorted keys, no spaces."""
     return (json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n").encode()

@@ -176,6 +176,8 @@ class Checkpoint:
     """Newest checkpoints that are kept."""
     resume: str = "auto"
     """`auto`: go on from the newest checkpoint of the run directory; `none`; or a checkpoint's path."""
+    asynchronous: bool = False
+    """Copy the state to host memory and write it while training goes on; needs host memory for the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from toolkit.recipe_file import load_recipe
 from toolkit.resolve import Resolved, resolve
 from toolkit.resources import find_recipe
 from toolkit.run_dir import RunDir
+from toolkit.stop import StopRequest
 
 
 class Terminal:
@@ -49,10 +50,11 @@ class Terminal:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; the exit code is the contract's."""
     args = _parser().parse_args(argv)
-    terminal = Terminal()
+    terminal, stop = Terminal(), StopRequest()
+    stop.listen()
     rank = int(os.environ.get("RANK", 0))
     try:
-        _run(args, terminal)
+        _run(args, terminal, stop)
     except ToolkitError as error:
         # The same fault meets every rank: one of them says it.
         if rank == 0:
@@ -74,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace, terminal: Terminal) -> None:
+def _run(args: argparse.Namespace, terminal: Terminal, stop: StopRequest) -> None:
     resolved = None
     if args.recipe is not None:  # every rank finds faults of the input before torch is imported
         rank = int(os.environ.get("RANK", 0))
@@ -100,7 +102,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
         distributed.join(world)
         run = _prepare(resolved, args.run_dir, world.rank)
         terminal.redirect(run.log(world.rank))
-    run_rank(run_dir.read(run), run, world, terminal.out)
+    run_rank(run_dir.read(run), run, world, terminal.out, stop)
 
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:

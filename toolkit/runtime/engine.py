@@ -13,7 +13,9 @@ from torch.nn.functional import cross_entropy
 from toolkit.plan import Plan
 from toolkit.recipe import Train
 from toolkit.runtime.data import IGNORE, MicroBatch
+from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import all_sum, device
+from toolkit.runtime.fragments import Stateful
 from toolkit.schedule import Schedule
 
 
@@ -37,6 +39,10 @@ class Engine(Protocol):
     @property
     def replica(self) -> int:
         """Which data-parallel replica this rank is part of."""
+
+    @property
+    def state(self) -> Stateful:
+        """Masters and optimizer states, for checkpoints."""
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Train on this replica's share of a global batch."""
@@ -67,6 +73,11 @@ class ReplicaEngine:
     @property
     def replica(self) -> int:
         return int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+
+    @property
+    def state(self) -> Stateful:
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return DeepSpeedState(self._engine, names=names, copy=self.replica, copies=self._plan.dp)
 
     @property
     def module(self) -> torch.nn.Module:

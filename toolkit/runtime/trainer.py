@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from toolkit.errors import LossNotFinite
 from toolkit.runtime.comm_timer import CommTimer
@@ -23,9 +24,18 @@ class Share:
     micro_batch: int
 
 
-def train(engine: Engine, samples: Samples, order: Order, share: Share, steps: int, observer: Observer) -> None:
-    """`steps` updates on the recipe's samples."""
-    for step in range(steps):
+class Keeper(Protocol):
+    """What happens between two steps."""
+
+    def after(self, step: int) -> None:
+        """`step` steps are done: save if it is time; `Preempted` if the run was asked to stop."""
+
+
+def train(
+    engine: Engine, samples: Samples, order: Order, share: Share, steps: range, observer: Observer, keeper: Keeper
+) -> None:
+    """One update for each of `steps`, counted from 0, on the recipe's samples."""
+    for step in steps:
         started = time.perf_counter()
         batch = list(
             micro_batches(
@@ -36,6 +46,7 @@ def train(engine: Engine, samples: Samples, order: Order, share: Share, steps: i
         with observer.memory.step(step + 1):
             result = engine.step(batch)
         observer.record(step + 1, result, data_seconds=loaded - started, step_seconds=time.perf_counter() - started)
+        keeper.after(step + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
