@@ -130,5 +130,7 @@ def _groups(job: Job, dp: int, axes: Mapping[str, Any]) -> Sequence[int]:
     """Sizes of the group that holds one full set of sharded states."""
     if axes["zero_variant"] == "plain":
         return (job.fixed.get("zero_group", dp if axes["zero_stage"] else 1),)
+    if "zero_group" in job.fixed:
+        return (job.fixed["zero_group"],)
     sizes = [size for size in divisors(min(dp, job.cluster.devices_per_node)) if 1 < size < dp and dp % size == 0]
-    return [size for size in sizes if job.fixed.get("zero_group", size) == size]
+    return sizes or ([dp] if "zero_variant" in job.fixed else [])

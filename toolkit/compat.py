@@ -78,6 +78,14 @@ RULES: tuple[Rule, ...] = (
         reason="a zero_group smaller than dp needs zero_variant hpz (or mics, before DeepSpeed 0.19.7)",
     ),
     Rule(
+        forbids=lambda plan, job: plan.zero_variant == "hpz" and not _splits(plan),
+        reason="hpZ needs a zero_group above 1 and below dp that divides dp; use that, or zero_variant plain",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "hpz" and plan.zero_group > job.cluster.devices_per_node,
+        reason="hpZ keeps a second copy of the parameters inside a node; use a zero_group of at most devices_per_node",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.zero_quantized != "none" and plan.zero_stage != 3,
         reason="ZeRO++ quantised traffic is part of ZeRO 3; use zero_stage 3",
     ),
@@ -150,6 +158,11 @@ def parse_version(text: str) -> Version:
     """`0.19.8+cpu` → (0, 19, 8)."""
     match = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else REFERENCE_VERSION
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether the sharding group is a true part of the replicas."""
+    return 1 < plan.zero_group < plan.dp and plan.dp % plan.zero_group == 0
 
 
 def _applies(rule: Rule, version: Version) -> bool:

@@ -137,8 +137,12 @@ def test_epochs_become_steps(train: Trainer) -> None:
     assert len(one.losses) > 4
 
 
-def test_a_loss_that_is_no_number_stops_the_run(train: Trainer) -> None:
-    done = train("train.lr=1e30", "train.grad_clip=0", "train.optimizer=sgd", "train.steps=20", check=False)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_numbers_gone_bad_stop_the_run(train: Trainer, stage: int) -> None:
+    """Under ZeRO the loss may stay finite while every update is skipped: the gradient norm tells."""
+    name = f"strategy.name={'zero' if stage else 'data_parallel'}"
+    broken = ("train.lr=1e30", "train.grad_clip=0", "train.optimizer=sgd", "train.steps=20")
+    done = train(name, f"strategy.zero_stage={stage}", *broken, check=False)
     assert set(done.codes) == {5}
     assert done.summary["status"] == "loss_not_finite"
     assert len(done.records) < 20

@@ -126,7 +126,7 @@ VALUES = st.recursive(
     LEAVES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
-)  # noqa: E501
+)
 PATHS = st.sampled_from([key.path for key in recipe_keys()] + ["train.global_bacth", "x.y", "model.config.hidden_size"])
 
 

@@ -28,6 +28,9 @@ class ConsoleSink:
             TextColumn("{task.fields[values]}"),
             TimeRemainingColumn(),
             console=self._console,
+            # Whatever else this process prints goes to its log, not between the lines of the bar.
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self._live = self._console.is_terminal
         self._task = self._progress.add_task("train", total=steps, values="")

@@ -48,6 +48,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str], stop:
         memory=MemoryMeter(),
         model_flops=order.model_flops,
         peak_flops=order.peak_flops * world.size,
+        scales_loss=plan.precision == "fp16",
     )
     keeper = _keeper(order, run, world, engine, data_order, stop, steps=steps, done=done)
     share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)

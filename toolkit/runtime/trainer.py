@@ -60,6 +60,8 @@ class Observer:
     """FLOPs of a step by convention."""
     peak_flops: float
     """Of all devices."""
+    scales_loss: bool
+    """Whether steps with overflowing gradients are part of the game (fp16)."""
 
     def record(self, step: int, result: StepResult, *, data_seconds: float, step_seconds: float) -> None:
         """One finished step."""
@@ -81,3 +83,7 @@ class Observer:
         )
         if not math.isfinite(loss):
             raise LossNotFinite(f"the loss is {loss} at step {step}; lower train.lr, or look at the data of this step")
+        # ZeRO skips updates whose gradient is no number, for ever and without a word; with fp16 that is how the
+        # loss scale is found.
+        if not math.isfinite(result.grad_norm) and not self.scales_loss:
+            raise LossNotFinite(f"the gradient norm is {result.grad_norm} at step {step}; lower train.lr")

@@ -1,0 +1,164 @@
+"""Bad input: one clear message, exit code 2 or 3, no traceback, nothing started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from toolkit.cli import main
+
+
+@pytest.fixture
+def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**recipe_mapping, "output": str(tmp_path / "runs")}))
+    return path
+
+
+def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = main(list(argv))
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert len(shown.err.strip()) > 20
+    return code, shown.err
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("model={path: no/such-model-anywhere}", 2, "no/such-model-anywhere"),
+        ("model.config={model_type: lama}", 2, "llama"),
+        ("model.config={hidden_size: 32}", 2, "model_type"),
+        ("model.config.hidden_size=wide", 2, "hidden_size"),
+        ("train.global_batch=7", 3, "global batch 7 can't be split over 2 data-parallel replicas; use 6 or 8"),
+        ("data.seq_len=128", 2, "128 tokens given; the model takes at most 64"),
+        ("data.path=/no/such/file.txt", 2, "no such file"),
+        ("data.format=chat", 2, "data.format"),
+        ("strategy.name=zerro", 2, "zerro"),
+        (
+            "strategy={name: zero, zero_stage: 2, offload: cpu_params}",
+            3,
+            "parameters can be offloaded under ZeRO 3 only",
+        ),
+        ("strategy={name: zero, zero_variant: mics}", 3, "MiCS was removed in DeepSpeed 0.19.7"),
+        ("strategy={name: zero, zero_variant: hpz}", 3, "hpZ needs a zero_group above 1 and below dp"),
+        ("strategy={name: zero, zero_quantized: both, zero_stage: 3}", 3, "CUDA"),
+        ("strategy.tp=3", 2, "does not divide the 2 devices"),
+        ("strategy={name: data_parallel, tp: 2}", 3, "strategy.tp is fixed at 2; data_parallel offers 1"),
+        ("strategy={micro_batch: 3}", 3, "does not make the global batch 8"),
+        ("model.precision=fp16", 3, "no fp16 on CPU"),
+        ("train.optimizer=lamb", 3, "CUDA kernels"),
+        ("cluster=no-such-cluster", 2, "no-such-cluster"),
+        ("cluster={device: H100}", 2, "H100-SXM5-80GB"),
+        ("cluster={device: H100-SXM5-80GB, inter_gbps_per_device: 0}", 2, "more than 0"),
+        ("train.steps=[1]", 2, "train.steps"),
+    ],
+)
+def test_faults_of_the_recipe(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    override: str, code: int, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    got, message = failing(capsys, "train", str(recipe), override, "--nproc", "2")
+    assert words in message
+    assert got == code
+    assert not (tmp_path / "runs").exists(), "something was started"
+
+
+def test_more_processes_than_devices(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = "cluster={device: A100-SXM4-80GB, devices_per_node: 4}"
+    code, message = failing(capsys, "train", str(recipe), cluster, "--nproc", "8")
+    assert code == 2
+    assert "8 processes given; cluster has 4 devices" in message
+
+
+def test_existing_run_directory(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").write_text("x")
+    code, message = failing(capsys, "train", str(recipe), "--nproc", "2", "--run-dir", str(tmp_path / "old"))
+    assert code == 2
+    assert "already exists" in message
+
+
+def test_empty_and_unreadable_data(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    code, message = failing(capsys, "train", str(recipe), f"data.path={tmp_path / 'empty.txt'}", "--nproc", "2")
+    assert (code, "empty" in message) == (2, True)
+
+
+def test_a_model_too_large_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("model={path: llama-3-70b}", "strategy.name=data_parallel", "cluster={device: L4, devices_per_node: 2}")
+    code, message = failing(capsys, "plan", "recipes/demo.yaml", *argv)
+    assert code == 3
+    assert "needs" in message
+    assert "GiB" in message
+
+
+def test_data_without_a_sample_ends_every_worker_with_2(recipe: Path, tmp_path: Path) -> None:
+    """Only the workers can count tokens: the same clear message, the same exit code."""
+    (tmp_path / "short.txt").write_text("short")
+    done = run_cli("train", str(recipe), f"data.path={tmp_path / 'short.txt'}", "--nproc", "2")
+    assert done.returncode == 2, done.stderr
+    assert "one sequence needs 33" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_wandb_online_without_a_key_falls_back_aloud(recipe: Path, tmp_path: Path) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "WANDB_API_KEY"} | {"HOME": str(tmp_path)}
+    done = run_cli("train", str(recipe), "metrics.wandb.mode=online", "train.steps=1", "--nproc", "1", env=env)
+    assert done.returncode == 0, done.stderr
+    assert "recording offline instead" in done.stdout
+    assert list(tmp_path.glob("runs/*/wandb/offline-run-*"))
+
+
+def test_dry_run_starts_nothing(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe), "--nproc", "2", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("global_batch: 8", "zero_optimization", "toolkit.worker", "MFU"):
+        assert part in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_json_follows_the_contract(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "--nproc", "2", "--json"]) == 0
+    decision = json.loads(capsys.readouterr().out)
+    assert decision.keys() == {"chosen", "ranked", "refused", "considered"}
+    plan = decision["chosen"]
+    axes = {"strategy", "dp", "tp", "pp", "sp", "ep", "zero_stage", "zero_group", "offload", "micro_batch", "grad_accum", "recompute", "precision", "islands", "local_steps"}  # noqa: E501  # fmt: skip
+    assert axes | {"fits", "memory", "time", "tokens_per_second", "mfu"} <= plan.keys()
+    assert {"params", "grads", "optimizer", "activations", "logits", "gathered", "buffers", "overhead", "total"} <= plan["memory"].keys()  # noqa: E501  # fmt: skip
+    assert {"compute", "recompute", "tp_comm", "sp_comm", "pp_bubble", "pp_comm", "dp_comm", "optimizer", "fixed", "total"} <= plan["time"].keys()  # noqa: E501  # fmt: skip
+    assert plan["micro_batch"] * plan["grad_accum"] * plan["dp"] == 8
+    assert decision["considered"] >= len(decision["ranked"])
+    assert plan == decision["ranked"][0]
+
+
+def test_a_fully_fixed_plan_is_estimated_even_if_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = "strategy={name: zero, zero_stage: 1, zero_variant: plain, zero_quantized: none, offload: none, micro_batch: 1, recompute: none}"  # noqa: E501
+    argv = ["model={path: llama-3-70b}", "cluster={device: L4, devices_per_node: 8}", fixed, "--json"]
+    assert main(["plan", "recipes/demo.yaml", *argv]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["fits"] is False
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["train", "--help"], ["strategies"], ["keys"], ["strategies", "--devices"], ["--version"]]
+)
+def test_help_and_lists(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    if argv[-1].startswith("--") and argv[-1] != "--devices":
+        with pytest.raises(SystemExit, match="0"):
+            main(argv)
+    else:
+        assert main(argv) == 0
+    assert len(capsys.readouterr().out) > 10
+
+
+def run_cli(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "toolkit.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)

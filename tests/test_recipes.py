@@ -1,0 +1,65 @@
+"""What ships works: every recipe plans, every README command is a Makefile's, a wheel carries recipes and configs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from toolkit.recipe_file import load_recipe
+from toolkit.resolve import resolve
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_plan(path: Path) -> None:
+    resolved = resolve(load_recipe(path))
+    assert resolved.chosen.estimate.fits
+    assert f"toolkit train recipes/{path.name}" in path.read_text().split("\nname:")[0], "the header has the command"
+
+
+def test_readme_commands_are_those_of_the_makefile() -> None:
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    used = set(re.findall(r"\bmake ([a-z]+)", readme))
+    assert {"demo", "test", "check"} <= used <= targets
+    assert "make check test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_readme_links_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_a_wheel_finds_its_recipes_and_configs(tmp_path: Path) -> None:
+    site = build_and_unpack(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); import toolkit;"
+        f"assert toolkit.__file__.startswith({str(site)!r});"
+        "from toolkit.cli import main; sys.exit(main(['plan', 'demo', 'model={path: llama-3-8b}', 'cluster=dgx-h100']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def build_and_unpack(tmp_path: Path) -> Path:
+    """The wheel of a copy of the sources: an older build directory would hide what is missing."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name in ("toolkit", "strategies", "recipes", "configs"):
+        shutil.copytree(ROOT / name, source / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ["-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        wheel.extractall(site)
+    return site
