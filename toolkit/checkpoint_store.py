@@ -10,12 +10,14 @@ from pathlib import Path
 from toolkit.checkpoint_format import (
     MANIFEST,
     FileEntry,
+    canonical_json,
     directory_name,
     dump_manifest,
+    read_small,
     sha256,
     step_of,
 )
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, Problem
 
 LATEST = "latest"
 _WORK = (".writing-", ".old-")
@@ -68,7 +70,7 @@ def commit(writing: Path, files: dict[str, FileEntry], step: int) -> Path:
     if missing:
         raise BadInput(
             str(root),
-            f"{missing[0]} was written by another host and is not here; checkpoints need a directory that all hosts share",
+            f"{missing[0]} was written by another host and is not here; checkpoints need a directory that hosts share",
         )
     write_synced(writing / MANIFEST, dump_manifest(files, step))
     sync_directory(writing)
@@ -82,11 +84,25 @@ def commit(writing: Path, files: dict[str, FileEntry], step: int) -> Path:
 
 def point_to(root: Path, final: Path) -> None:
     """Replace `latest`: the name of the newest checkpoint and the hash of its manifest."""
-    text = json.dumps({"checkpoint": final.name, "manifest_sha256": sha256(final / MANIFEST)}) + "\n"
+    text = canonical_json({"checkpoint": final.name, "manifest_sha256": sha256(final / MANIFEST)})
     temporary = root / f".{LATEST}.tmp"
-    write_synced(temporary, text.encode())
+    write_synced(temporary, text)
     os.replace(temporary, root / LATEST)
     sync_directory(root)
+
+
+def latest_fault(root: Path) -> Problem | None:
+    """What is wrong with `latest`; nothing that is loaded depends on it, but other tools may."""
+    try:
+        given = json.loads(read_small(root / LATEST))
+        manifest = root / given["checkpoint"] / MANIFEST
+        if step_of(given["checkpoint"]) is None or sha256(manifest) != given["manifest_sha256"]:
+            raise ValueError("it does not name a checkpoint with that manifest")
+        if canonical_json(given) != read_small(root / LATEST):
+            raise ValueError("its bytes changed")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Problem(LATEST, f"is damaged: {error}; the newest whole checkpoint is found without it")
+    return None
 
 
 def set_aside(path: Path) -> Path | None:

@@ -127,7 +127,9 @@ def load(reader: Reader, engine: Stateful, rank: int) -> None:
 @torch.no_grad()
 def _fill(fragment: Fragment, value: torch.Tensor) -> None:
     if value.dtype != fragment.tensor.dtype:
-        raise BadInput(fragment.name, f"{fragment.kind} is {value.dtype} in the checkpoint, {fragment.tensor.dtype} here")
+        raise BadInput(
+            fragment.name, f"{fragment.kind} is {value.dtype} in the checkpoint, {fragment.tensor.dtype} here"
+        )
     fragment.tensor.copy_(value)
 
 
@@ -146,6 +148,8 @@ def _differences(index: fmt.Index, wanted: Mapping[str, tuple[int, ...]]) -> Ite
             if parameter.kinds() != {BUFFER}:
                 yield Problem(name, "is in the checkpoint, but not among the trained parameters of the recipe's model")
         elif tuple(wanted[name]) != parameter.shape:
-            yield Problem(name, f"has shape {list(parameter.shape)} in the checkpoint, {list(wanted[name])} in the model")
+            yield Problem(
+                name, f"has shape {list(parameter.shape)} in the checkpoint, {list(wanted[name])} in the model"
+            )
     for name in wanted.keys() - index.keys():
         yield Problem(name, "is trained by the recipe, but not in the checkpoint")

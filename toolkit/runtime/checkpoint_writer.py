@@ -121,9 +121,7 @@ def _write_parts(writing: Path, found: list[Part]) -> Outcome:
     return files, [piece for part in found for piece in part.pieces], ""
 
 
-def _commit(
-    writing: Path, step: int, outcomes: list[Outcome], documents: Mapping[str, bytes], keep: int
-) -> Path | str:
+def _commit(writing: Path, step: int, outcomes: list[Outcome], documents: Mapping[str, bytes], keep: int) -> Path | str:
     """Rank 0, after all have written: index, manifest, rename, `latest`, and only then prune."""
     try:
         for number, (_, _, error) in enumerate(outcomes):

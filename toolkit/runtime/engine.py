@@ -76,7 +76,7 @@ class ReplicaEngine:
 
     @property
     def state(self) -> Stateful:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names: dict[torch.Tensor, str] = {p: name for name, p in self.module.named_parameters()}
         return DeepSpeedState(self._engine, names=names, copy=self.replica, copies=self._plan.dp)
 
     @property

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -110,7 +110,9 @@ class Recorder:
     def go_on(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Count what was recorded before the run was resumed."""
         self.tokens = sum(record["tokens"] for record in records)
-        self.first_loss = records[0]["loss"] if records else None
+        if records:
+            self.first_loss = records[0]["loss"]
+            self.last = Record(**{f.name: records[-1].get(f.name, 0) for f in fields(Record)})
 
     def typical_step_seconds(self) -> float:
         """Median without the first steps, in which caches fill and one is watched for memory."""

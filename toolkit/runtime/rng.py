@@ -35,9 +35,7 @@ def restore(states: dict[str, torch.Tensor]) -> None:
     states = {name.removeprefix(_PREFIX): tensor for name, tensor in states.items()}
     torch.set_rng_state(states["torch"])
     position, has_gauss, gauss = states["numpy_rest"].tolist()
-    np.random.set_state(
-        ("MT19937", states["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), gauss)
-    )
+    np.random.set_state(("MT19937", states["numpy"].numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
     version, has_next, following = states["python_rest"].tolist()
     numbers = tuple(states["python"].tolist())
     random.setstate((int(version), numbers, following if has_next else None))

@@ -67,6 +67,6 @@ def _chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | N
     yield memoryview(header(tensors, metadata))
     for tensor in tensors.values():
         if tensor.numel():
-            data = memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK_BYTES):
                 yield data[start : start + CHUNK_BYTES]
