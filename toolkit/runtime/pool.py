@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from toolkit.launch import Command
@@ -20,10 +20,15 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
 
 
-def run_warm(commands: Sequence[Command]) -> list[int]:
+Enter = Callable[[tuple[str, ...], dict[str, str]], None]
+"""What a forked process does with a command's argv and environment."""
+
+
+def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[int]:
     """Run worker commands in forked processes; their exit codes. When one fails, the rest are ended."""
     context = _context()
-    processes = [context.Process(target=_enter, args=(command.argv, dict(command.env))) for command in commands]
+    target = enter or enter_worker
+    processes = [context.Process(target=target, args=(command.argv, dict(command.env))) for command in commands]
     for process in processes:
         process.start()
     try:
@@ -54,7 +59,7 @@ def _await(processes: Sequence[ForkServerProcess]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _enter(argv: tuple[str, ...], env: dict[str, str]) -> None:
+def enter_worker(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """The forked process: as if `argv` had been started with `env`."""
     from toolkit import worker
 
