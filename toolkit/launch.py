@@ -11,6 +11,8 @@ from pathlib import Path
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun")
 WORKER = "toolkit.worker"
+PARENT = "TOOLKIT_PARENT"
+"""Environment variable with the supervisor's process id: a worker whose parent has gone ends itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,8 @@ class Train:
     """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
     seed: int = number(0, least=0, most=2**31 - 1)
     """Seed of weights, data order and dropout."""
+    hang_timeout_seconds: float = number(600.0, above=0)
+    """No rank gets anything done for so long: the run ends, and the rank that holds the others up is named."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,11 @@ class RunDir:
         """Checkpoints, one directory each."""
         return self.path / "checkpoints"
 
+    @property
+    def heartbeats(self) -> Path:
+        """What each rank is doing, one file each."""
+        return self.path / "heartbeats"
+
     def log(self, rank: int) -> Path:
         """Everything that a rank printed."""
         return self.path / "logs" / f"rank-{rank}.log"

@@ -64,7 +64,7 @@ def _launch(resolved: Resolved, run: RunDir, launcher: str, nproc: int) -> int:
     from toolkit.runtime.supervise import run_all
 
     commands = launch.commands(launcher, run.path, nproc, resolved.job.cluster.device.backend)
-    return run_all(commands, run.path / "logs")
+    return run_all(commands, run, resolved.recipe.train.hang_timeout_seconds)
 
 
 def _smaller(resolved: Resolved, nproc: int) -> Resolved:

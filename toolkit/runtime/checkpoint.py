@@ -42,6 +42,8 @@ class Saver:
     """Host group for the commit; of its own, because an asynchronous save talks while the run trains."""
     last_step: int = 0
     """Newest step that is saved."""
+    tick: Callable[[], object] = bool
+    """Called while bytes go to the disk: a large save is no hang."""
     stalls: list[float] = field(default_factory=list)
     """Seconds for which each save held the training up."""
 
@@ -90,6 +92,7 @@ class Saver:
             rank=self.world.rank,
             keep=self.recipe.checkpoint.keep,
             group=self.group,
+            tick=self.tick,
         )
 
     def _documents(self, step: int) -> dict[str, bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,12 @@ def write(
     rank: int,
     keep: int,
     group: Any = None,
+    tick: Callable[[], object] = bool,
 ) -> Path:
     """Write and commit, all ranks together; `CheckpointFailed` on every rank if one of them could not."""
     need = sum(tensor.nbytes for part in found for tensor in part.tensors.values())
     writing = _begin(root, step, sum(gather_objects(need, group)) + SPARE_BYTES, rank, group)
-    outcome = _write_parts(writing, found)
+    outcome = _write_parts(writing, found, tick)
     outcomes = gather_objects(outcome, group)
     final = _commit(writing, step, outcomes, documents, keep) if rank == 0 else None
     final = broadcast_object(final, group)
@@ -111,11 +112,11 @@ Outcome = tuple[dict[str, FileEntry], list[tuple[str, tuple[int, ...], Piece]], 
 """Files written, what they hold, and the error if there was one."""
 
 
-def _write_parts(writing: Path, found: list[Part]) -> Outcome:
+def _write_parts(writing: Path, found: list[Part], tick: Callable[[], object]) -> Outcome:
     files: dict[str, FileEntry] = {}
     try:
         for part in found:
-            files[part.name] = safetensors_writer.write(writing / part.name, part.tensors)
+            files[part.name] = safetensors_writer.write(writing / part.name, part.tensors, tick=tick)
     except OSError as error:
         return {}, [], f"{writing / part.name}: {error.strerror}"
     return files, [piece for part in found for piece in part.pieces], ""

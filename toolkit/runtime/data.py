@@ -156,10 +156,15 @@ class Order:
         return np.random.default_rng([self.seed, epoch]).permutation(self.samples)
 
 
+def own_share(ids: np.ndarray, *, replica: int, replicas: int) -> np.ndarray:
+    """A replica's samples of a global batch."""
+    return np.array_split(ids, replicas)[replica]
+
+
 def micro_batches(
     samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int
 ) -> Iterator[MicroBatch]:
     """A replica's share of a global batch, one micro-batch at a time."""
-    own = np.array_split(ids, replicas)[replica]
+    own = own_share(ids, replica=replica, replicas=replicas)
     for start in range(0, len(own), micro_batch):
         yield samples.batch(own[start : start + micro_batch])

@@ -91,7 +91,7 @@ def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> Pr
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(reader.full(name, WEIGHT))
-    return model.merge_and_unload().to(dtype)  # type: ignore[no-any-return]
+    return model.merge_and_unload().to(dtype)
 
 
 def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtype, out: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite, Preempted
@@ -15,7 +15,7 @@ from toolkit.runtime.console import ConsoleSink
 from toolkit.runtime.data import Order, Samples, load_samples
 from toolkit.runtime.distributed import World, gather_objects, host_group
 from toolkit.runtime.engine import ReplicaEngine
-from toolkit.runtime.keeper import CheckpointKeeper
+from toolkit.runtime.keeper import CheckpointKeeper, Moving
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import JsonlSink, Recorder, Sink, keep_until
 from toolkit.runtime.model import build_model, check_same_weights, recompute_layers
@@ -26,8 +26,19 @@ from toolkit.schedule import make_schedule
 from toolkit.stop import StopRequest
 
 
-def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str], stop: StopRequest) -> None:
+@dataclass(frozen=True)
+class Watched:
+    """What ties a rank to those who started it."""
+
+    console: IO[str]
+    """The terminal, for progress."""
+    stop: StopRequest
+    pulse: Moving
+
+
+def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> None:
     """Train as this rank; rank 0 records."""
+    console = watched.console
     recipe, plan = order.recipe, order.plan
     model = build_model(recipe.model, recipe.train.seed)
     samples = _samples(recipe, model.get_input_embeddings().num_embeddings)
@@ -50,11 +61,12 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str], stop:
         peak_flops=order.peak_flops * world.size,
         scales_loss=plan.precision == "fp16",
     )
-    keeper = _keeper(order, run, world, engine, data_order, stop, steps=steps, done=done)
+    keeper = _keeper(order, run, world, engine, data_order, watched, steps=steps, done=done)
     share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)
     info = {"recipe": asdict(recipe), "plan": asdict(plan), "deepspeed": order.deepspeed, "run_dir": str(run.path)}
     for sink in recorder.sinks:
         sink.start(info)
+    watched.pulse.watch(recipe.train.hang_timeout_seconds)
     started, status = time.perf_counter(), "failed"
     try:
         train(engine, samples, data_order, share, range(done, steps), observer, keeper)
@@ -86,7 +98,7 @@ def _keeper(
     world: World,
     engine: ReplicaEngine,
     data_order: Order,
-    stop: StopRequest,
+    watched: Watched,
     *,
     steps: int,
     done: int,
@@ -100,9 +112,12 @@ def _keeper(
         world=world,
         group=host_group(),
         last_step=done,
+        tick=watched.pulse.move,
     )
     every = order.recipe.checkpoint.every
-    return CheckpointKeeper(saver=saver, stop=stop, every=every, steps=steps, group=host_group())
+    return CheckpointKeeper(
+        saver=saver, stop=watched.stop, pulse=watched.pulse, every=every, steps=steps, group=host_group()
+    )
 
 
 def _speaker(world: World, console: IO[str]) -> checkpoint.Say:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -45,8 +45,14 @@ def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """Write a file; while a chunk goes to the disk, another thread hashes it."""
+def write(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    tick: Callable[[], object] = bool,
+) -> FileEntry:
+    """Write a file; while a chunk goes to the disk, another thread hashes it. `tick` is called after each chunk."""
     digest, size = hashlib.sha256(), 0
     with ThreadPoolExecutor(1) as hasher, path.open("wb", buffering=0) as file:
         pending = None
@@ -59,6 +65,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
             if pending is not None:
                 pending.result()
             pending = hashed
+            tick()
         os.fsync(file.fileno())
     return FileEntry(size, digest.hexdigest())
 
