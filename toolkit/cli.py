@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "scale": "scaling curves of a recipe over numbers of devices, strategy by strategy",
     "validate": "the cost model's predictions against measurements in a CSV file",
     "probe": "measure this machine: matmul, memory, collectives; write a cluster file",
+    "emit": "write the launch files of a plan for deepspeed, accelerate, torchrun, Slurm or Kubernetes",
     "strategies": "list the strategy registry",
     "keys": "list every recipe key with its type, default and meaning",
 }

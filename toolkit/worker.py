@@ -18,7 +18,7 @@ from typing import IO
 
 from toolkit import run_dir
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launch import free_port
+from toolkit.launch import adopt_slurm, free_port
 from toolkit.preflight import check
 from toolkit.recipe_file import load_recipe
 from toolkit.resolve import Resolved, resolve
@@ -49,6 +49,7 @@ class Terminal:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; the exit code is the contract's."""
     args = _parser().parse_args(argv)
+    adopt_slurm()
     terminal = Terminal()
     rank = int(os.environ.get("RANK", 0))
     try:
