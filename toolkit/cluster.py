@@ -31,8 +31,19 @@ class Cluster:
     """Start-up cost of one collective inside a node."""
     inter_latency_seconds: float = 40e-6
     """Start-up cost of one collective across nodes."""
+    sites: int = 1
+    """Places that the nodes are split over evenly (data centres, providers), with a slow link between them."""
+    site_bytes_per_second: float = 0.0
+    """Between two sites, one direction, shared by all devices of a site."""
+    site_latency_seconds: float = 0.03
+    """Start-up cost of one collective across sites."""
 
     @property
     def devices(self) -> int:
         """All devices of the job."""
         return self.nodes * self.devices_per_node
+
+    @property
+    def devices_per_site(self) -> int:
+        """Devices of one site."""
+        return self.devices // self.sites

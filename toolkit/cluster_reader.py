@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.cluster import Cluster
 from toolkit.errors import BadInput, Problem
 from toolkit.hardware import DEVICES, GB, GIB, Device
+from toolkit.hardware_names import find_device, nearest_names
 from toolkit.recipe import ClusterSection
 from toolkit.resources import CONFIGS
 from toolkit.schema import build
@@ -35,12 +37,17 @@ def from_file(path: Path) -> Cluster:
     section = build(ClusterSection, read_yaml(path), "", problems)
     if problems:
         raise BadInput(str(path), problems)
-    return from_section(section, name=path.stem)
+    return from_section(section, name=path.stem, source=str(path))
 
 
-def from_section(section: ClusterSection, name: str) -> Cluster:
+def from_section(section: ClusterSection, name: str, source: str = "cluster") -> Cluster:
     """A cluster from its recipe section: what is not given comes from the device's kind."""
-    device = cpu_device(section.devices_per_node) if section.device == "cpu" else _device(section.device)
+    problems = _site_faults(section)
+    if problems:
+        raise BadInput(source, problems)
+    device = _measured(
+        section, cpu_device(section.devices_per_node) if section.device == "cpu" else _device(section.device)
+    )
     intra = section.intra_gb_per_second * GB if section.intra_gb_per_second else device.link_bytes_per_second
     host_bytes = section.host_memory_gib * GIB if section.host_memory_gib else _usual_host_bytes(device, section)
     return Cluster(
@@ -52,8 +59,44 @@ def from_section(section: ClusterSection, name: str) -> Cluster:
         inter_bytes_per_second=(section.inter_gbps_per_device or device.inter_gbps) * GBIT,
         host_memory_bytes=int(host_bytes),
         nvme_bytes=int(section.nvme_gib * GIB),
-        latency_seconds=CPU_LATENCY_SECONDS if device.backend == "cpu" else Cluster.latency_seconds,
+        latency_seconds=_latency(section, device),
+        inter_latency_seconds=section.inter_latency_us * 1e-6
+        if section.inter_latency_us
+        else Cluster.inter_latency_seconds,
+        sites=section.sites,
+        site_bytes_per_second=(section.site_gbps or 0.0) * GBIT,
+        site_latency_seconds=section.site_latency_ms * 1e-3,
     )
+
+
+def _measured(section: ClusterSection, device: Device) -> Device:
+    """The kind with what the section states of it."""
+    changes: dict[str, Any] = {}
+    if section.memory_gib:
+        changes["memory_bytes"] = int(section.memory_gib * GIB)
+    if section.matmul_tflops:
+        changes["matmul_flops"] = section.matmul_tflops * 1e12
+        changes["peak_flops"] = max(device.peak_flops, section.matmul_tflops * 1e12)
+    if section.memory_gb_per_second:
+        changes["memory_bytes_per_second"] = section.memory_gb_per_second * GB
+    return replace(device, **changes)
+
+
+def _latency(section: ClusterSection, device: Device) -> float:
+    if section.latency_us:
+        return section.latency_us * 1e-6
+    return CPU_LATENCY_SECONDS if device.backend == "cpu" else Cluster.latency_seconds
+
+
+def _site_faults(section: ClusterSection) -> list[Problem]:
+    if section.sites == 1:
+        return []
+    problems = []
+    if section.nodes % section.sites:
+        problems.append(Problem("sites", f"{section.sites} sites given; must divide the {section.nodes} nodes"))
+    if section.site_gbps is None:
+        problems.append(Problem("site_gbps", "required with sites: the link between them, gigabit a second"))
+    return problems
 
 
 def probe(nproc: int | None) -> Cluster:
@@ -94,10 +137,12 @@ def _find(name: str) -> Path:
 
 
 def _device(name: str) -> Device:
+    """The kind of that name; other spellings are refused with the nearest names, so that none is taken by mistake."""
     if name in DEVICES:
         return DEVICES[name]
-    close = difflib.get_close_matches(name.upper(), DEVICES, n=3, cutoff=0.3) or list(DEVICES)
-    raise BadInput("cluster.device", f"{name!r} is not a known kind; nearest: {', '.join(close)}; or cpu")
+    meant = find_device(name)
+    close = list(dict.fromkeys([*([meant.name] if meant else []), *nearest_names(name)]))
+    raise BadInput("cluster.device", f"{name!r} is not a known kind; nearest: {', '.join(close[:3])}; or cpu")
 
 
 def _usual_host_bytes(device: Device, section: ClusterSection) -> float:

@@ -72,6 +72,16 @@ def environment(command: Command | None = None) -> dict[str, str]:
     return {**os.environ, **(command.env if command else {})}
 
 
+def adopt_slurm() -> None:
+    """Take rank and world from Slurm where `srun` starts workers: the job script has set where they meet."""
+    env = os.environ
+    if "RANK" in env or "SLURM_PROCID" not in env or "MASTER_ADDR" not in env:
+        return
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["LOCAL_WORLD_SIZE"] = env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])
+
+
 def free_port() -> int:
     """A TCP port that nobody uses now."""
     with socket.socket() as probe:

@@ -2,63 +2,159 @@
 
 from __future__ import annotations
 
+from toolkit import activations
+from toolkit.calibration import CALIBRATION, Calibration
 from toolkit.estimate import Memory
+from toolkit.execution import Execution, of_plan
+from toolkit.optimizer_step import MOMENTS, state_shards
 from toolkit.plan import Job, Plan
+from toolkit.traffic import PREFETCH_ELEMENTS
 
-GIB = 2**30
-MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 0, "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3}
-"""fp32 tensors an optimizer keeps for each parameter, master weights not counted."""
+BUCKET_ELEMENTS = 5e8
+"""DeepSpeed's default reduce and gather buckets (`reduce_bucket_size`, `allgather_bucket_size`)."""
+PINNED_BUFFERS = 1.1
+"""Host memory for offload beyond the tensors themselves: pinned staging buffers."""
 
 
 def memory(plan: Plan, job: Job) -> Memory:
     """What each part of the plan needs on one device."""
-    params = -(-job.model.params // (plan.tp * plan.pp))
-    width = 4 if plan.precision == "fp32" else 2
-    shard = plan.zero_group if plan.zero_stage else 1
-    host_params = plan.offload.endswith("_params")
-    param_bytes = 0 if host_params else params * width // (plan.zero_group if plan.zero_stage == 3 else 1)
-    grad_bytes = params * width // (shard if plan.zero_stage >= 2 else 1)
-    master = 0 if plan.precision == "fp32" and plan.zero_stage == 0 else 4
-    states = params * (master + 4 * MOMENTS[job.workload.optimizer]) // shard
-    on_host = plan.offload != "none"
-    return Memory(
-        params=param_bytes,
-        grads=0 if on_host and plan.zero_stage == 3 else grad_bytes,
-        optimizer=0 if on_host else states,
-        activations=_activations(plan, job, width),
-        logits=_logits(plan, job),
-        gathered=_gathered(plan, job, width),
-        buffers=0 if plan.zero_stage == 0 else min(params * width, 2 * 10**9),
-        overhead=0 if job.cluster.device.backend == "cpu" else int(2.3 * GIB),
-        host=_host(plan, job, states, params * width),
-    )
+    return device_bytes(of_plan(plan, job))
 
 
-def _activations(plan: Plan, job: Job, width: int) -> int:
-    tokens = plan.micro_batch * job.workload.seq_len // plan.sp
-    model = job.model
-    kept = 2 * tokens * model.hidden * width
-    mlp = (3 if model.gated_mlp else 2) * max(model.ffn, model.experts_per_token * model.expert_ffn)
-    whole = tokens * width * (8 * model.hidden + 2 * model.kv_heads * model.head_dim + mlp) // plan.tp
-    if not job.workload.flash_attention:
-        whole += 2 * plan.micro_batch * model.heads * job.workload.seq_len**2 * width // plan.tp // plan.sp
-    layers = -(-model.layers // plan.pp)
-    in_flight = min(plan.grad_accum, plan.pp)
-    return (kept // 2 * layers + whole if plan.recompute == "full" else whole * layers) * in_flight
+def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
+    """The fullest of the first and the last pipeline stage; the ones between hold less of everything."""
+    stages = [_stage(e, 0, cal)] if e.pp == 1 else [_stage(e, 0, cal), _stage(e, e.pp - 1, cal)]
+    return max(stages, key=lambda stage: stage.total)
 
 
-def _logits(plan: Plan, job: Job) -> int:
-    return plan.micro_batch * job.workload.seq_len // plan.sp * job.model.vocab * 10 // plan.tp
+def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
+    """Memory of one pipeline stage."""
+    params = _stage_params(e, index)
+    layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
+    logits = activations.logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before the first layer's backward pass
+    parts = {
+        "params": _param_bytes(e, params),
+        "grads": _grad_bytes(e, params),
+        "optimizer": 0.0 if e.offload != "none" else _state_bytes(e, params) / state_shards(e),
+        "activations": activations.kept_bytes(e, layers, _in_flight(e, index))
+        + max(0.0, activations.live_bytes(e) - logits),
+        "logits": logits,
+        "gathered": _gathered(e),
+        "buffers": _buffers(e, params),
+    }
+    parts["buffers"] += _step_peak(e, params, parts)
+    live = sum(parts.values())
+    parts["overhead"] = _overhead(e, live, cal)
+    parts["host"] = _host_bytes(e, params)
+    return Memory(**{name: int(size) for name, size in parts.items()})
 
 
-def _gathered(plan: Plan, job: Job, width: int) -> int:
-    if plan.zero_stage < 3:
-        return 0
-    return 2 * max(job.model.layer_params) * width
+def _last_layers(e: Execution) -> int:
+    rest = e.model.layers - e.layers_per_stage * (e.pp - 1)
+    return rest if rest > 0 else max(1, e.model.layers // e.pp)
 
 
-def _host(plan: Plan, job: Job, states: int, whole_params: int) -> int:
-    if plan.offload not in ("cpu", "cpu_params"):
-        return 0
-    params = whole_params // plan.zero_group if plan.offload == "cpu_params" else 0
-    return (states + params) * min(job.cluster.devices_per_node, plan.devices)
+def _stage_params(e: Execution, index: int) -> float:
+    """Parameters of a stage on one tensor-parallel rank; experts are spread over `ep` ranks."""
+    model = e.model
+    layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
+    total = layers * e.mean_layer_params
+    if index == 0:
+        total += model.embedding_params
+    if index == e.pp - 1:
+        total += model.head_params
+        if e.pp > 1 and model.tied_embeddings:
+            total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
+    return (total - _remote_experts(e) * layers / model.layers) / e.tp
+
+
+def _remote_experts(e: Execution) -> float:
+    """Parameters of routed experts that other expert-parallel ranks hold."""
+    matrices = 3 if e.model.gated_mlp else 2
+    routed = e.model.moe_layers * e.model.experts * matrices * e.model.hidden * e.model.expert_ffn
+    return routed * (1 - 1 / e.ep)
+
+
+def _param_bytes(e: Execution, params: float) -> float:
+    """Weights in the training precision; hpZ holds a second copy inside its group."""
+    second = e.element_bytes * params / e.zero_group if e.zero_stage == 3 and e.zero_variant == "hpz" else 0.0
+    if e.offload.endswith("_params"):
+        return second
+    if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
+        return e.element_bytes * params
+    return e.element_bytes * params / state_shards(e) + second
+
+
+def _grad_bytes(e: Execution, params: float) -> float:
+    """Gradients of trained weights; ZeRO 2 and 3 keep the own shard; offload moves it to the host."""
+    trained = params * e.trained_share
+    width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
+    if e.zero_stage < 2 or e.pp > 1:
+        return width * trained
+    return 0.0 if e.offload != "none" else width * trained / state_shards(e)
+
+
+def _state_bytes(e: Execution, params: float) -> float:
+    """fp32 master weights and moments of trained weights, before sharding; fp32 training needs no second copy."""
+    if not e.master_weights:
+        return e.element_bytes * MOMENTS[e.optimizer] * params * e.trained_share
+    master = 0 if e.element_bytes == 4 and e.zero_stage == 0 else 4
+    return (master + 4 * MOMENTS[e.optimizer]) * params * e.trained_share
+
+
+def _in_flight(e: Execution, index: int) -> float:
+    """Micro-batches whose activations a stage holds under 1F1B; interleaving holds some more."""
+    if e.pp == 1:
+        return 1.0
+    held = min(e.grad_accum, e.pp - index)
+    return held * (1 + (e.pp - 1) / (e.pp * e.chunks)) if e.chunks > 1 and index == 0 else held
+
+
+def _gathered(e: Execution) -> float:
+    """ZeRO 3: the layer in use and the next one, or the prefetch bucket if that is larger."""
+    if e.zero_stage < 3 or e.replicas == 1:
+        return 0.0
+    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    table = max(e.model.embedding_params, e.model.head_params) / e.tp
+    return e.element_bytes * max(2 * layer, layer + min(PREFETCH_ELEMENTS, layer), table)
+
+
+def _buffers(e: Execution, params: float) -> float:
+    """Reduction buckets: two of them where reduction runs beside the backward pass."""
+    if e.zero_stage == 0 or e.replicas == 1:
+        return 0.0
+    width = 4 if e.element_bytes == 4 else e.software.grad_bytes
+    buckets = 2 if e.software.dp_overlap else 1
+    return buckets * width * min(BUCKET_ELEMENTS, params * e.trained_share, _largest_bucket(e))
+
+
+def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
+    """fp32 gradients of the own shard exist during the update; they reuse what the backward pass has freed."""
+    if e.element_bytes == 4 or e.offload != "none" or not e.master_weights:
+        return 0.0
+    copies = 4 * params * e.trained_share / state_shards(e)
+    return max(0.0, copies - parts["activations"] - parts["logits"] - parts["gathered"])
+
+
+def _largest_bucket(e: Execution) -> float:
+    """ZeRO 3 reduces layer by layer: a bucket never holds more than two layers."""
+    return 2 * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else BUCKET_ELEMENTS
+
+
+def _overhead(e: Execution, live: float, cal: Calibration) -> float:
+    """Context, collectives' buffers and fragmentation; on a CPU memory is counted as live tensor bytes."""
+    if e.cluster.device.backend == "cpu":
+        return 0.0
+    fixed = cal.context_bytes + (cal.collective_bytes if e.cluster.devices > 1 else 0.0)
+    return fixed + cal.fragmentation * live
+
+
+def _host_bytes(e: Execution, params: float) -> float:
+    """Memory of one node's host for what its devices offload to it: states, gradients, weights, pinned buffers."""
+    if not e.offload.startswith("cpu"):
+        return 0.0
+    shard = params * e.trained_share / state_shards(e)
+    total = _state_bytes(e, params) / state_shards(e) + 4 * shard
+    if e.offload == "cpu_params":
+        total += e.element_bytes * params / state_shards(e)
+    return PINNED_BUFFERS * total * min(e.cluster.devices_per_node, e.cluster.devices)

@@ -70,6 +70,8 @@ class Train:
 
     global_batch: int = number(64, least=1)
     """Sequences a step, over all devices."""
+    critical_batch: int | None = number(None, least=1)
+    """Sequences beyond which a larger batch hardly saves steps; `toolkit scale` warns where it is passed."""
     steps: int | None = number(None, least=1)
     """Steps to train; or give `epochs`."""
     epochs: float | None = number(None, above=0)
@@ -166,6 +168,22 @@ class ClusterSection:
     """Memory of one node's host."""
     nvme_gib: float = number(0.0, least=0)
     """Fast local disk of one node."""
+    memory_gib: float | None = number(None, above=0)
+    """Memory of one device; default: the kind's."""
+    matmul_tflops: float | None = number(None, above=0)
+    """Sustained matmul rate of one device, as `toolkit probe` measures it; default: the kind's."""
+    memory_gb_per_second: float | None = number(None, above=0)
+    """Bandwidth of a device's own memory; default: the kind's."""
+    latency_us: float | None = number(None, above=0)
+    """Start-up of a collective inside a node, microseconds."""
+    inter_latency_us: float | None = number(None, above=0)
+    """Start-up of a collective across nodes, microseconds."""
+    sites: int = number(1, least=1)
+    """Places that the nodes are split over, with a slow link between them; must divide `nodes`."""
+    site_gbps: float | None = number(None, above=0)
+    """Link between two sites, gigabit a second; required with `sites`."""
+    site_latency_ms: float = number(30.0, least=0)
+    """Start-up of a collective across sites, milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

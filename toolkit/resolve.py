@@ -62,15 +62,18 @@ class Resolved:
         return run
 
 
-def resolve(recipe: Recipe, nproc: int | None = None) -> Resolved:
-    """Plan a recipe."""
+def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughput") -> Resolved:
+    """Plan a recipe; for the objective `cost` also on smaller parts of the cluster."""
     known = strategies.registry()
     name = recipe.strategy.name
     if name != "auto" and name not in known:
         what = f"{name!r} is not a strategy; auto, {', '.join(known)}{nearest(name, list(known))}"
         raise BadInput(recipe.name, [Problem("strategy.name", what)])
     job = make_job(recipe, nproc)
-    return Resolved(recipe=recipe, job=job, decision=planner.decide(job, strategies.propose(job, name)))
+    jobs = planner.smaller_clusters(job) if objective == "cost" else [job]
+    decisions = [planner.decide(one, strategies.propose(one, name), objective) for one in jobs]
+    best = planner.best_of(decisions, objective)
+    return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
 
 
 def explain(decision: Decision) -> str:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from toolkit import traffic
+from toolkit.calibration import CALIBRATION, Calibration
 from toolkit.estimate import Time
+from toolkit.execution import Execution, layer_shape, of_plan
+from toolkit.operators import Pass, head_cost, layer_cost
+from toolkit.optimizer_step import optimizer_seconds
 from toolkit.plan import Job, Plan
 
 
@@ -16,37 +23,118 @@ def model_flops(job: Job) -> float:
 
 def step_time(plan: Plan, job: Job) -> Time:
     """What each part of the plan costs in one step."""
-    device, width = job.cluster.device, 4 if plan.precision == "fp32" else 2
-    rate = device.matmul_flops * (0.5 if width == 4 and device.backend != "cpu" else 1.0)
-    efficiency = 0.6
-    compute = model_flops(job) / plan.devices / (rate * efficiency)
-    params = job.model.params / (plan.tp * plan.pp)
+    return seconds(of_plan(plan, job))
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """One layer for one micro-batch, averaged over the model's kinds of layers; traffic is the exposed part."""
+
+    forward: float
+    backward: float
+    repeat: float
+    tp: float
+    sp: float
+    zero: float
+    """ZeRO 3's gathers and reductions."""
+
+    @property
+    def compute(self) -> float:
+        """Forward, backward and what is computed again."""
+        return self.forward + self.backward + self.repeat
+
+    @property
+    def total(self) -> float:
+        """With exposed traffic."""
+        return self.compute + self.tp + self.sp + self.zero
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The slowest pipeline stage for one micro-batch, and the mean over stages."""
+
+    slowest: float
+    mean: float
+    layers: int
+    """Layers of the slowest stage."""
+    head: float
+    """Seconds of the output head on the slowest stage."""
+
+
+def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
+    """What each part of an execution costs in one step."""
+    head = head_cost(e.model.hidden, e.model.vocab, e.slice, e.cluster.device, e.software, cal)
+    head_seconds = host_bound(head, e, cal)
+    layer = layer_seconds(e, cal)
+    stages = _stages(e, layer, head_seconds)
+    each = e.grad_accum * stages.layers
+    window = traffic.Window(stages.layers * layer.forward, stages.layers * layer.backward + head_seconds / 2)
     return Time(
-        compute=compute,
-        recompute=compute / 3 if plan.recompute == "full" else 0.0,
-        dp_comm=_data_parallel(plan, job, params * width, compute),
-        optimizer=_optimizer(plan, job, params),
-        fixed=0.01 + 0.002 * plan.grad_accum,
+        compute=each * (layer.forward + layer.backward) + e.grad_accum * stages.head,
+        recompute=each * layer.repeat,
+        tp_comm=each * layer.tp,
+        sp_comm=each * layer.sp,
+        pp_bubble=(e.pp * stages.mean - stages.slowest) / e.chunks * e.bubble_share if e.pp > 1 else 0.0,
+        pp_comm=traffic.pipeline_seconds(e, cal),
+        dp_comm=each * layer.zero + traffic.step_seconds(e, window, cal),
+        optimizer=optimizer_seconds(e, cal),
+        fixed=cal.fixed_seconds,
     )
 
 
-def _data_parallel(plan: Plan, job: Job, param_bytes: float, compute: float) -> float:
-    if plan.dp == 1:
-        return 0.0
-    inside = plan.devices <= job.cluster.devices_per_node
-    speed = job.cluster.intra_bytes_per_second if inside else job.cluster.inter_bytes_per_second
-    latency = job.cluster.latency_seconds if inside else job.cluster.inter_latency_seconds
-    once = (plan.dp - 1) / plan.dp * param_bytes / speed
-    rounds = {0: 2.0, 1: 2.0, 2: 1.0 + plan.grad_accum, 3: 3.0 * plan.grad_accum}[plan.zero_stage]
-    collectives = job.model.layers * (3 * plan.grad_accum if plan.zero_stage == 3 else 1)
-    exposed = 0.5 if job.cluster.device.backend != "cpu" else 1.0
-    return max(0.0, rounds * once * exposed + collectives * latency)
+def layer_seconds(e: Execution, cal: Calibration) -> LayerSeconds:
+    """One layer of the average kind."""
+    experts = e.model.moe_layers / e.model.layers
+    dense = _one_layer(e, cal, experts=False) if experts < 1 else None
+    mixed = _one_layer(e, cal, experts=True) if experts > 0 else None
+    if dense is None or mixed is None:
+        only = dense or mixed
+        assert only is not None
+        return only
+    both = zip(vars(dense).values(), vars(mixed).values(), strict=True)
+    return LayerSeconds(*(d * (1 - experts) + m * experts for d, m in both))
 
 
-def _optimizer(plan: Plan, job: Job, params: float) -> float:
-    shard = plan.zero_group if plan.zero_stage else 1
-    device = job.cluster.device
-    if plan.offload == "none":
-        return 30 * params / shard / device.memory_bytes_per_second
-    host_rate = 2e9 / min(job.cluster.devices_per_node, plan.devices)
-    return params / shard * (4 / device.host_bytes_per_second + 1 / host_rate)
+def _one_layer(e: Execution, cal: Calibration, *, experts: bool) -> LayerSeconds:
+    cost = layer_cost(layer_shape(e.model, experts=experts), e.slice, e.cluster.device, e.software, cal)
+    forward, backward = host_bound(cost.forward, e, cal), host_bound(cost.backward, e, cal)
+    repeat = _repeat(e, cost.forward, forward, cal)
+    tp_forward, tp_backward = traffic.tensor_seconds(e, cal)
+    tp_repeat = e.recompute.traffic * tp_forward
+    sp = traffic.sequence_seconds(e, cost, cal) + (traffic.expert_seconds(e, cal) if experts else 0.0)
+    zero = traffic.layer_seconds(e, forward + tp_forward, backward + repeat + tp_backward + tp_repeat, cal)
+    return LayerSeconds(forward, backward, repeat, tp_forward + tp_backward + tp_repeat, sp, zero)
+
+
+def _repeat(e: Execution, cost: Pass, forward: float, cal: Calibration) -> float:
+    """Seconds of what the backward pass computes again in one layer."""
+    share = e.recompute
+    if share.matmul == share.attention == share.stream == 1:
+        return forward
+    on_device = share.matmul * cost.matmul + share.attention * cost.attention + share.stream * cost.stream
+    on_device += share.mlp_up * cost.mlp_up
+    return max(on_device, cost.kernels * cal.launch_seconds * max(share.matmul, share.stream))
+
+
+def host_bound(cost: Pass, e: Execution, cal: Calibration) -> float:
+    """Device time, but no less than the host needs to start the operators; a CPU does both in turn."""
+    if e.cluster.device.backend == "cpu":
+        return cost.device + cost.kernels * CPU_LAUNCH_SECONDS
+    return max(cost.device, cost.kernels * cal.launch_seconds)
+
+
+CPU_LAUNCH_SECONDS = 15e-6
+"""Dispatch of one operator where the host is also the device (torch on CPU, measured: 5-20 µs with autograd)."""
+
+
+def _stages(e: Execution, layer: LayerSeconds, head: float) -> Stages:
+    """The last stage holds the output head; it may have fewer layers than the others."""
+    layers, longest = e.model.layers, e.layers_per_stage
+    mean = (layers * layer.total + head) / e.pp
+    if e.pp == 1:
+        return Stages(mean, mean, layers, head)
+    last = layers - longest * (e.pp - 1)
+    last = last if last > 0 else layers // e.pp
+    if last * layer.total + head > longest * layer.total:
+        return Stages(last * layer.total + head, mean, last, head)
+    return Stages(longest * layer.total, mean, longest, 0.0)

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 from toolkit import run_dir
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launch import PARENT, free_port
+from toolkit.launch import PARENT, adopt_slurm, free_port
 from toolkit.preflight import check
 from toolkit.recipe_file import load_recipe
 from toolkit.resolve import Resolved, resolve
@@ -82,6 +82,7 @@ class Rank:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; the exit code is the contract's."""
     args = _parser().parse_args(argv)
+    adopt_slurm()
     parent = os.environ.get(PARENT)
     rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None)
     rank.stop.listen()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from toolkit.advice import bottleneck
+from toolkit.plan import Refusal
 from toolkit.planner import Decision, Option
 from toolkit.recipe import Recipe
 from toolkit.recipe_file import load_recipe
@@ -45,8 +47,11 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
         table.add_row(str(place), option.plan.describe(), *_cells(option))
     if decision.ranked:
         console.print(table)
-    for (strategy, reason), count in _reasons(decision).most_common(top):
-        console.print(f"[yellow]refused[/] {strategy} ({count}): {reason}", highlight=False)
+    for place, option in enumerate(decision.ranked[:top], 1):
+        console.print(f"{place}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
+    for refusal in shown_refusals(decision):
+        what = refusal.plan.describe() if refusal.plan else refusal.strategy
+        console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
 
 
 def _cells(option: Option) -> tuple[str, ...]:
@@ -61,5 +66,9 @@ def _cells(option: Option) -> tuple[str, ...]:
     )
 
 
-def _reasons(decision: Decision) -> Counter[tuple[str, str]]:
-    return Counter((refusal.strategy, refusal.reason) for refusal in decision.refused)
+def shown_refusals(decision: Decision, each: int = 2) -> list[Refusal]:
+    """For each strategy the plan that came nearest to fitting, and the first of what it can't do at all."""
+    by_strategy: dict[str, list[Refusal]] = {}
+    for refusal in reversed(decision.refused):  # misfits come last, the nearest of each strategy
+        by_strategy.setdefault(refusal.strategy, []).append(refusal)
+    return [refusal for refusals in by_strategy.values() for refusal in [*refusals[:1], *refusals[1:][::-1]][:each]]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from rich.console import Console
 
 from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
+from toolkit.plan_page import render
+from toolkit.recipe_file import dump_recipe
 from toolkit.resolve import resolve
 
 
@@ -16,11 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
+    parser.add_argument("--objective", default="throughput", help="throughput (default), time, cost or memory")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all plans: memory, time, refusals")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, show, and exit 3 if nothing fits."""
-    resolved = resolve(read_recipe(args), args.nproc)
+    resolved = resolve(read_recipe(args), args.nproc, args.objective)
+    if args.html:
+        args.html.write_text(render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)), encoding="utf-8")
     if args.json:
         print(json.dumps(resolved.decision.to_json(), indent=1))
     else:

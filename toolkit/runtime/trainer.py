@@ -42,9 +42,7 @@ def train(
         started = time.perf_counter()
         ids = order.step(step)
         batch = list(
-            micro_batches(
-                samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch
-            )
+            micro_batches(samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch)
         )
         loaded = time.perf_counter()
         with observer.memory.step(step + 1):

@@ -47,9 +47,7 @@ def _failure(rank: int, code: int | None, beat: Beat | None, run: RunDir, kills:
     lines = [f"rank {rank} on {host} {_cause(code, beat)}{step}"]
     if code == -signal.SIGKILL or (beat and beat.exit_code is None):
         memory = psutil.virtual_memory()
-        acted = (
-            f"the kernel killed {kills} for lack of memory meanwhile" if kills else "its OOM killer was idle"
-        )
+        acted = f"the kernel killed {kills} for lack of memory meanwhile" if kills else "its OOM killer was idle"
         lines.append(f"memory of the host: {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; {acted}")
     lines.append(f"its log: {run.log(rank)}")
     return "\n".join([*lines, tail(run.log(rank))])

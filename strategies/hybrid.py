@@ -1,0 +1,48 @@
+"""Hybrid: tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.base import Proposal, Space, plans
+from strategies.legal import pipeline_sizes, sequence_sizes, tensor_sizes
+from toolkit import compat
+from toolkit.plan import Job, Refusal
+
+WIDEST = 64
+"""Devices that share a layer's work: beyond, exchanges outweigh what each device computes."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Every product of at least two model-parallel axes, with the stages of ZeRO that go with it."""
+
+    name: str = "hybrid"
+    summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
+    axes: tuple[str, ...] = (
+        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute",
+    )  # fmt: skip
+    needs: str = "what its axes need, and tp·pp·sp devices a replica"
+    refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
+
+    def propose(self, job: Job) -> Iterator[Proposal]:
+        """Products of legal sizes; sizes that are not legal are refused once."""
+        found = [list(sizes(self.name, job)) for sizes in (tensor_sizes, pipeline_sizes, sequence_sizes)]
+        yield from (size for sizes in found for size in sizes if isinstance(size, Refusal))
+        tensor, stages, tokens = ([1, *(size for size in sizes if isinstance(size, int))] for sizes in found)
+        for tp, pp, sp in itertools.product(tensor, stages, tokens):
+            axes = (tp > 1) + (pp > 1) + (sp > 1)
+            if axes > 1 and tp * sp <= WIDEST and job.cluster.devices % (tp * pp * sp) == 0:
+                yield from plans(self.name, job, Space(tp=(tp,), pp=(pp,), sp=(sp,), zero_stage=_stages(job, pp)))
+
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """Two by two."""
+        return {} if devices % 4 else {self.name: {"tp": 2, "pp": 2, "zero_stage": 1}}
+
+
+def _stages(job: Job, pp: int) -> tuple[int, ...]:
+    """ZeRO stages to try; in a pipeline those that it runs with, unless the recipe asks for another."""
+    return compat.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

@@ -1,0 +1,64 @@
+"""Which sizes of a model-parallel axis a model allows, and the reason for those that it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from strategies.base import divisors
+from toolkit.plan import Job, Refusal
+
+NODES_OF_TENSOR_PARALLEL = 2
+"""Tensor parallelism across more nodes than this never pays."""
+
+
+def tensor_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
+    """Sizes of `tp` beyond 1: they must divide query heads, the MLP's width, and divide or be divided by kv heads."""
+    model = job.model
+    widest = NODES_OF_TENSOR_PARALLEL * job.cluster.devices_per_node
+    for tp in _asked(job, "tp", [size for size in divisors(job.cluster.devices) if 1 < size <= widest]):
+        if model.heads % tp:
+            yield Refusal(strategy, f"tp {tp} does not divide the {model.heads} attention heads")
+        elif model.kv_heads % tp and tp % model.kv_heads:
+            yield Refusal(strategy, f"tp {tp} does not fit the {model.kv_heads} key/value heads")
+        elif model.ffn % tp:
+            yield Refusal(strategy, f"tp {tp} does not divide the MLP width {model.ffn}")
+        else:
+            yield tp
+
+
+def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
+    """Sizes of `pp` beyond 1: every stage needs a layer."""
+    for pp in _asked(job, "pp", [size for size in divisors(job.cluster.devices) if size > 1]):
+        if pp > job.model.layers:
+            yield Refusal(strategy, f"{pp} stages need at least {pp} layers; the model has {job.model.layers}")
+        else:
+            yield pp
+
+
+def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
+    """Sizes of `sp` beyond 1: heads and tokens are exchanged in equal parts."""
+    model, tokens = job.model, job.workload.seq_len
+    for sp in _asked(job, "sp", [size for size in divisors(job.cluster.devices) if 1 < size <= model.heads]):
+        if model.heads % sp:
+            yield Refusal(strategy, f"sp {sp} does not divide the {model.heads} attention heads")
+        elif tokens % sp:
+            yield Refusal(strategy, f"sp {sp} does not divide sequences of {tokens} tokens")
+        else:
+            yield sp
+
+
+def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
+    """Sizes of `ep` beyond 1: every rank gets the same number of experts."""
+    for ep in _asked(job, "ep", [size for size in divisors(job.cluster.devices) if 1 < size <= job.model.experts]):
+        if job.model.experts % ep:
+            yield Refusal(strategy, f"ep {ep} does not divide the {job.model.experts} experts")
+        else:
+            yield ep
+
+
+def _asked(job: Job, axis: str, usual: list[int]) -> list[int]:
+    """The fixed size, if the recipe fixes one beyond 1; else the usual ones."""
+    fixed = job.fixed.get(axis)
+    if fixed is None:
+        return usual
+    return [fixed] if fixed > 1 else []

@@ -1,0 +1,38 @@
+"""Pipeline: consecutive layers on consecutive stages, micro-batches one behind the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.base import Proposal, Space, plans
+from strategies.legal import pipeline_sizes
+from toolkit import compat
+from toolkit.plan import Job, Refusal
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One-forward-one-backward over stages, with ZeRO 0 or 1 over the replicas."""
+
+    name: str = "pipeline"
+    summary: str = "consecutive layers on consecutive devices; micro-batches follow each other through them"
+    axes: tuple[str, ...] = ("dp", "pp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute")
+    needs: str = "at least as many layers as stages, and several micro-batches a step"
+    refuses: str = "ZeRO 2 and 3; more stages than layers"
+
+    def propose(self, job: Job) -> Iterator[Proposal]:
+        """Every number of stages with every stage of ZeRO that a pipeline runs with."""
+        for pp in pipeline_sizes(self.name, job):
+            if isinstance(pp, Refusal):
+                yield pp
+                continue
+            stages = compat.pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages))
+
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """Two stages, with and without sharded states."""
+        if devices % 2:
+            return {}
+        return {f"{self.name}-{stage}": {"pp": 2, "zero_stage": stage} for stage in (0, 1)}

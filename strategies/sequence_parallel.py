@@ -1,0 +1,36 @@
+"""Sequence parallel (Ulysses): a sequence's tokens split over devices, heads exchanged for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.base import Proposal, Space, plans
+from strategies.legal import sequence_sizes
+from toolkit.plan import Job, Refusal
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Token shards with ZeRO over replicas and token shards together."""
+
+    name: str = "sequence_parallel"
+    summary: str = "each sequence's tokens split over devices; attention exchanges tokens for heads"
+    axes: tuple[str, ...] = ("dp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute")
+    needs: str = "attention heads and sequence length that sp divides"
+    refuses: str = "sizes that do not divide heads or sequence length"
+
+    def propose(self, job: Job) -> Iterator[Proposal]:
+        """Every legal size with every stage."""
+        for sp in sequence_sizes(self.name, job):
+            if isinstance(sp, Refusal):
+                yield sp
+                continue
+            yield from plans(self.name, job, Space(sp=(sp,), zero_stage=(0, 1, 2, 3)))
+
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """Two ranks a sequence, with ZeRO 1 and 3."""
+        if devices % 2:
+            return {}
+        return {f"{self.name}-{stage}": {"sp": 2, "zero_stage": stage} for stage in (1, 3)}

@@ -1,0 +1,36 @@
+"""Tensor parallel: every layer's matrices are split over the devices of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from strategies.base import Proposal, Space, plans
+from strategies.legal import tensor_sizes
+from toolkit.plan import Job, Refusal
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Sharded linear layers, with ZeRO 0 to 3 over the replicas."""
+
+    name: str = "tensor_parallel"
+    summary: str = "every layer's matrices split over a replica's devices, with ZeRO over the replicas"
+    axes: tuple[str, ...] = ("dp", "tp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute")
+    needs: str = "heads and MLP width that tp divides; fast links between the devices of a replica"
+    refuses: str = "sizes that do not divide heads or MLP width"
+
+    def propose(self, job: Job) -> Iterator[Proposal]:
+        """Every legal size with every stage."""
+        for tp in tensor_sizes(self.name, job):
+            if isinstance(tp, Refusal):
+                yield tp
+                continue
+            yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3)))
+
+    def variants(self, devices: int) -> dict[str, dict[str, Any]]:
+        """Two ranks a replica, with and without sharded states."""
+        if devices % 2:
+            return {}
+        return {f"{self.name}-{stage}": {"tp": 2, "zero_stage": stage} for stage in (0, 1)}

@@ -1,0 +1,38 @@
+"""A headless browser for tests of pages: Chromium, installed where we may."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+
+
+def find() -> str:
+    """Path of a browser; on Debian as root it is installed first."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    apt = shutil.which("apt-get")
+    if found is None and apt and os.geteuid() == 0:
+        subprocess.run([apt, "update", "-q"], check=True, capture_output=True)
+        subprocess.run([apt, "install", "-qy", "chromium"], check=True, capture_output=True)
+        found = shutil.which("chromium")
+    assert found, f"a browser is needed to test pages: install one of {', '.join(NAMES)}"
+    return found
+
+
+def dom(page: str, script: str, folder: Path) -> str:
+    """The page's document after `script` ran in it; it fails if the page reports an error or uses the network."""
+    catcher = "<script>window.onerror = m => document.documentElement.setAttribute('data-error', m);</script>"
+    path = folder / "page.html"
+    path.write_text(
+        page.replace("<head>", f"<head>{catcher}", 1).replace("</body>", f"<script>{script}</script></body>")
+    )
+    command = [
+        find(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--virtual-time-budget=3000",
+        "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert "data-error" not in result.stdout.split(">", 2)[1], result.stdout[:300]
+    return result.stdout

@@ -1,0 +1,53 @@
+"""`toolkit probe`: measure this machine and write a cluster file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from toolkit.errors import BadInput
+from toolkit.hardware_names import find_device, nearest_names
+from toolkit.probe_file import cluster_yaml
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes; default: every device, or 2 on a CPU")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the cluster file; default: print it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, then write or print."""
+    from toolkit.runtime.probe import Measured, measure
+    from toolkit.runtime.topology import describe, device_count
+
+    if args.nproc is not None and args.nproc < 1:
+        raise BadInput("--nproc", f"{args.nproc} given; at least 1 is required")
+    console = Console(stderr=True)
+    for line in describe():
+        console.print(line, highlight=False)
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=console) as bar:
+        task = bar.add_task("starting", total=None)
+        found: Measured = measure(
+            args.nproc or device_count() or 2,
+            lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )
+    if found.backend != "cpu" and find_device(found.device) is None:
+        near = ", ".join(nearest_names(found.device))
+        console.print(f"{found.device!r} is not a known kind: put the nearest into the file's `device`: {near}")
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    _deliver(cluster_yaml(host_bytes=host, **vars(found)), args.out, console)
+    return 0
+
+
+def _deliver(text: str, out: Path | None, console: Console) -> None:
+    if out is None:
+        print(text, end="")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    console.print(f"written: {out}; use it with cluster={out}", highlight=False, soft_wrap=True)

@@ -1,0 +1,103 @@
+"""`toolkit scale`: how a recipe scales with the number of devices, strategy by strategy."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import strategies
+from toolkit.commands.common import add_recipe_arguments, read_recipe
+from toolkit.errors import BadInput
+from toolkit.job import make_job
+from toolkit.plan_page import fill
+from toolkit.scale import parse_devices, scaling
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--devices", default="8..1024", help="8..16384 (doubling) or a list 8,16,64 (default 8..1024)")
+    parser.add_argument(
+        "--tokens", type=_tokens, default=0.0, help="token budget, e.g. 1e12: shows days and device-hours"
+    )
+    parser.add_argument(
+        "--strong", action="store_true", help="keep the global batch; default: it grows with the devices"
+    )
+    parser.add_argument("--json", action="store_true", help="print the curves as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the curves as a page")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan on every number of devices and show."""
+    recipe = read_recipe(args)
+    job = make_job(recipe, args.nproc)
+    names = list(strategies.registry()) if recipe.strategy.name == "auto" else [recipe.strategy.name]
+    proposers = {name: functools.partial(strategies.propose, name=name) for name in names}
+    result = scaling(
+        job, parse_devices(args.devices), proposers, weak=not args.strong, tokens=args.tokens,
+        critical_batch=recipe.train.critical_batch,
+    )  # fmt: skip
+    if args.html:
+        page = fill("scale.html", {**result, "title": f"{recipe.name} on {job.cluster.device.name}"})
+        args.html.write_text(page, encoding="utf-8")
+    if args.json:
+        print(json.dumps(result, indent=1))
+    else:
+        _show(result, Console())
+    return 0
+
+
+def _tokens(text: str) -> float:
+    tokens = float(text)
+    if not tokens >= 0:
+        raise BadInput("--tokens", f"{text} given; a positive number is required")
+    return tokens
+
+
+def _show(result: dict[str, Any], console: Console) -> None:
+    for name, points in result["strategies"].items():
+        console.print(_table(name, points, budget=bool(result["tokens"])))
+        reason = next((point["reason"] for point in points if point["plan"] is None), None)
+        if reason:
+            console.print(f"[yellow]none[/] {name}: {escape(reason)}", highlight=False)
+        end = result["diminishing"][name]
+        if end:
+            console.print(f"{name}: beyond {end} devices a doubling brings less than half of one", highlight=False)
+    critical = result["critical_batch"]
+    if critical["passed_at_devices"]:
+        console.print(
+            f"from {critical['passed_at_devices']} devices on the batch is larger than the critical batch of "
+            f"{critical['sequences']} sequences: more devices save less training time than shown",
+            highlight=False,
+        )
+
+
+def _table(name: str, points: list[dict[str, Any]], *, budget: bool) -> Table:
+    table = Table(title=name)
+    headings = ["devices", "batch", "plan", "tokens/s", "efficiency", "exposed"] + (
+        ["days", "device-hours"] if budget else []
+    )
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for point in points:
+        table.add_row(str(point["devices"]), str(point["global_batch"]), *_cells(point, budget=budget))
+    return table
+
+
+def _cells(point: dict[str, Any], *, budget: bool) -> list[str]:
+    if point["plan"] is None:
+        return ["[yellow]none[/]"]
+    cells = [
+        point["plan"],
+        f"{point['tokens_per_second']:,.0f}",
+        f"{point['efficiency']:.0%}",
+        f"{point['exposed']:.0%}",
+    ]
+    return cells + ([f"{point['days']:,.1f}", f"{point['device_hours']:,.0f}"] if budget else [])

@@ -1,0 +1,218 @@
+"""Measures of this machine for the cost model: matmul rate, memory bandwidth, collectives by size.
+
+All processes measure at the same time, so that what they share (cores, memory, links) is shared here too.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
+GPU_SIZES = (*SIZES, 256 * 2**20, 2**30)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+SECONDS_EACH = 0.3
+"""Time spent on one measurement, as a rule."""
+TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass
+class Measured:
+    """What one machine or job was seen to do."""
+
+    processes: int
+    backend: str
+    device: str
+    memory_bytes: int
+    matmul_flops: float = 0.0
+    memory_bytes_per_second: float = 0.0
+    collectives: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Seconds by operation and bytes."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times a call on a device while all ranks do the same."""
+
+    device: torch.device
+    seconds_each: float
+
+    def seconds(self, run: Callable[[], object], *, shared: bool = False) -> float:
+        """Mean seconds of one call; `shared`: every rank makes the same number of calls."""
+        dist.barrier()
+        run()
+        calls = max(3, min(200, int(self.seconds_each / self._once(run))))
+        if shared:
+            agreed = torch.tensor([float(calls)], device=self.device)
+            dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+            calls = int(agreed.item())
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self._wait()
+        return (time.perf_counter() - started) / calls
+
+    def _once(self, run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        self._wait()
+        return max(time.perf_counter() - started, 1e-7)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(processes: int, progress: Callable[[str, int, int], None], seconds_each: float = SECONDS_EACH) -> Measured:
+    """Start that many processes here, let them measure together, and report as they go."""
+    context = multiprocessing.get_context("spawn")
+    reports = context.Queue()
+    port = _free_port()
+    workers = [
+        context.Process(target=_worker, args=(rank, processes, port, reports, seconds_each), daemon=True)
+        for rank in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    try:
+        return _listen(reports, workers, progress)
+    finally:
+        for worker in workers:
+            worker.join(timeout=10)
+            if worker.is_alive():
+                worker.terminate()
+
+
+def _listen(reports: Any, workers: list[Any], progress: Callable[[str, int, int], None]) -> Measured:
+    while True:
+        try:
+            kind, value = reports.get(timeout=2)
+        except queue.Empty:
+            failed = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
+            if failed:
+                raise RuntimeError(f"a measuring process ended with code {failed[0]}") from None
+            continue
+        if kind == "done":
+            assert isinstance(value, Measured)
+            return value
+        progress(*value)
+
+
+def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float) -> None:
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames all_gather_into_tensor in 2.13; both names work
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        torch.set_num_threads(max(1, (multiprocessing.cpu_count()) // world))
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=world, timeout=TIMEOUT
+    )
+    try:
+        found = _measure_all(rank, world, reports, Clock(torch.device("cuda" if cuda else "cpu"), seconds_each))
+        if rank == 0:
+            reports.put(("done", found))
+            reports.close()
+            reports.join_thread()
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_all(rank: int, world: int, reports: Any, clock: Clock) -> Measured:
+    device = clock.device
+    sizes = GPU_SIZES if device.type == "cuda" else SIZES
+    steps = 2 + (len(COLLECTIVES) * len(sizes) if world > 1 else 0)
+    done = 0
+
+    def tell(what: str) -> None:
+        nonlocal done
+        done += 1
+        if rank == 0:
+            reports.put(("progress", (what, done, steps)))
+
+    found = _describe(world, device)
+    found.matmul_flops = _matmul_flops(clock)
+    tell("matmul")
+    found.memory_bytes_per_second = _memory_rate(clock)
+    tell("memory")
+    for name in COLLECTIVES if world > 1 else ():
+        found.collectives[name] = {}
+        for size in sizes:
+            found.collectives[name][size] = clock.seconds(_collective(name, size, rank, world, device), shared=True)
+            tell(f"{name} {size:,} bytes")
+    return found
+
+
+def _describe(world: int, device: torch.device) -> Measured:
+    if device.type == "cpu":
+        return Measured(world, "cpu", "cpu", 0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Measured(world, "rocm" if torch.version.hip else "cuda", properties.name, properties.total_memory)
+
+
+def _matmul_flops(clock: Clock) -> float:
+    """Best rate over a few sizes, in the type that training uses there."""
+    sides = (4096, 8192) if clock.device.type == "cuda" else (256, 512, 1024)
+    return max(_matmul_rate(side, clock) for side in sides)
+
+
+def _matmul_rate(side: int, clock: Clock) -> float:
+    kind = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
+    a, b = (torch.randn(side, side, device=clock.device).to(kind) for _ in range(2))
+    return 2 * side**3 / clock.seconds(lambda: torch.mm(a, b))
+
+
+def _memory_rate(clock: Clock) -> float:
+    """Bytes read and written by an element-wise operator on a tensor that no cache holds."""
+    size = 2**28 if clock.device.type == "cuda" else 2**24
+    source = torch.ones(size, device=clock.device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / clock.seconds(lambda: torch.mul(source, 2.0, out=target))
+
+
+def _collective(name: str, size: int, rank: int, world: int, device: torch.device) -> Callable[[], object]:
+    """One operation on `size` bytes in full (all-gather: of the result; reduce-scatter: of the input)."""
+    count = max(world, size // 4 // world * world)
+    whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
+    other = torch.empty_like(whole)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole)
+    if name == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part)
+    if name == "reduce_scatter":
+        return lambda: _reduce_scatter(part, whole, device)
+    if name == "all_to_all":
+        return lambda: dist.all_to_all_single(other, whole)
+    return lambda: _exchange(whole, other, rank, world)
+
+
+def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        dist.reduce_scatter_tensor(part, whole)
+    else:  # gloo has none: DeepSpeed reduces and keeps its part there
+        dist.all_reduce(whole)
+
+
+def _exchange(whole: torch.Tensor, other: torch.Tensor, rank: int, world: int) -> None:
+    """Every rank sends to the next one, as stages of a pipeline do."""
+    sending = dist.isend(whole, (rank + 1) % world)
+    dist.recv(other, (rank - 1) % world)
+    assert sending is not None
+    sending.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,89 @@
+"""What the training software does with the hardware, as explicit flags; a framework's name only chooses the flags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+FUSIONS = ("eager", "kernels", "compiled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """How a training framework runs a layer and hides its communication."""
+
+    fusion: str = "eager"
+    """`eager`: each operator passes over memory; `kernels`: hand-fused norms and softmax; `compiled`: all fused."""
+    flash: int = 2
+    """Generation of the attention kernel: 0 stores scores, 1 and 2 FlashAttention, 3 Hopper kernels (FA 3, cuDNN)."""
+    tp_overlap: bool = False
+    """Whether tensor-parallel collectives run in slices beside their matmul (userbuffers, asynchronous TP)."""
+    dp_overlap: bool = True
+    """Whether gradient and parameter traffic runs beside compute."""
+    pp_overlap: bool = False
+    """Whether sends between pipeline stages run beside compute."""
+    grad_bytes: int = 2
+    """Bytes of a gradient element as it is reduced."""
+    dropout: bool = False
+    """Whether hidden and attention dropout are applied (GPT-2 era recipes)."""
+    zero_messages: int = 1
+    """Most collectives in which ZeRO 3 moves one layer: 1 for a flat layer (FSDP), one a tensor in DeepSpeed."""
+    zero_link_share: float = 1.0
+    """Share of a collective's bandwidth that ZeRO 3's gathers reach beside copying tensors to and from shards."""
+    fp8_gather: bool = False
+    """Whether sharded parameters travel in 8 bits."""
+
+
+ZERO_TENSORS = 7
+"""Weight matrices of a layer, which DeepSpeed's ZeRO 3 moves one by one; small tensors stay resident by now."""
+ZERO_TENSORS_THEN = 12
+"""Weights, biases and norms of a GPT layer, each moved by itself in the DeepSpeed of published figures."""
+ZERO_LINK_SHARE_THEN = 0.3
+"""ZeRO 3 without model parallelism in SC21 (arXiv 2104.04473, table 2): 35-50 of 140 GB/s a node."""
+DEEPSPEED_HF = Software(
+    fusion="eager", flash=2, tp_overlap=False, dp_overlap=True, grad_bytes=2, zero_messages=ZERO_TENSORS
+)
+"""DeepSpeed's engine around a Hugging Face model: what this toolkit runs."""
+
+_COMPILED = re.compile(r"compil|thunder|xla|jax|maxtext|inductor")
+_MODERN = re.compile(r"nemo|bridge|megatron[- ]core|mcore|transformer ?engine|\bte\b|primus|megascale")
+_KERNELS = re.compile(r"megatron|nemo|apex|liger|fused|transformer ?engine|\bte\b|primus|megascale|mcore")
+_TP_OVERLAP = re.compile(r"async ?tp|userbuffer|tp overlap")
+_NO_DP_OVERLAP = re.compile(r"megatron-lm|megatron-deepspeed|megatron\+deepspeed|local ddp|alpa")
+_FIRST_FLASH = re.compile(r"fsdp1|composer")
+_HOPPER_KERNELS = re.compile(r"xla|jax|maxtext|fa ?3|flash.?attention.?3|cudnn")
+_HOPPER = re.compile(r"H\d00|GH|B\d00|GB|MI3")
+
+
+def software_of(
+    framework: str, *, device: str, flash: bool, precision: str, pipeline: bool, zero_stage: int = 0
+) -> Software:
+    """The flags that a framework's description stands for: general rules on its words."""
+    name = framework.lower()
+    modern = flash and bool(_MODERN.search(name))  # Megatron's successors always run fused attention
+    fp8 = "fp8" in precision
+    return Software(
+        fusion=_fusion(name, modern=modern, fp8=fp8),
+        flash=_flash(name, modern=modern, hopper=bool(_HOPPER.match(device))) if flash else 0,
+        tp_overlap=modern or bool(_TP_OVERLAP.search(name)),
+        dp_overlap=not (pipeline and _NO_DP_OVERLAP.search(name)) and not ("deepspeed" in name and zero_stage == 3),
+        pp_overlap=modern,
+        grad_bytes=2 if modern or precision == "fp16" or "internevo" in name else 4,
+        dropout=bool(_KERNELS.search(name)) and not flash,
+        zero_messages=ZERO_TENSORS_THEN if "deepspeed" in name else 1,
+        zero_link_share=ZERO_LINK_SHARE_THEN if "deepspeed" in name else 1.0,
+        fp8_gather=fp8 and "fsdp2" in name,
+    )
+
+
+def _fusion(name: str, *, modern: bool, fp8: bool) -> str:
+    """torchtitan compiles unless it says `eager`; 8-bit training always comes with fused casts."""
+    if modern or _COMPILED.search(name) or ("torchtitan" in name and "eager" not in name):
+        return "compiled"
+    return "kernels" if fp8 or _KERNELS.search(name) else "eager"
+
+
+def _flash(name: str, *, modern: bool, hopper: bool) -> int:
+    if hopper and (modern or _HOPPER_KERNELS.search(name)):
+        return 3
+    return 1 if _FIRST_FLASH.search(name) else 2
