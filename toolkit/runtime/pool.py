@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from toolkit.launch import Command
@@ -43,6 +44,38 @@ def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[in
                 process.kill()
             process.join()
     return [process.exitcode if process.exitcode is not None else -1 for process in processes]
+
+
+@dataclass(frozen=True)
+class WarmProcess:
+    """A forked worker, as `toolkit.runtime.supervise` watches it."""
+
+    process: ForkServerProcess
+
+    @classmethod
+    def start(cls, command: Command, enter: Enter | None = None) -> WarmProcess:
+        """Fork it."""
+        process = _context().Process(target=enter or enter_worker, args=(command.argv, dict(command.env)))
+        process.start()
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """End it now."""
+        self.process.kill()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self.process.join()
 
 
 @functools.cache

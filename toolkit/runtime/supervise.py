@@ -7,10 +7,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from toolkit import heartbeat
 from toolkit.errors import RankFailed
@@ -28,19 +28,44 @@ POLL_SECONDS = 0.05
 DUMP_SECONDS = 0.7
 """Time for the stacks to reach the logs."""
 
-Process = subprocess.Popen[bytes]
+
+class Process(Protocol):
+    """A started worker or launcher."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def wait(self) -> Any:
+        """Until it has ended."""
 
 
-def run_all(commands: Sequence[Command], run: RunDir, hang_timeout_seconds: float = float("inf")) -> int:
+def spawn(command: Command) -> Process:
+    """A fresh process in a session of its own, so that signals of the terminal do not reach it."""
+    env = environment(command)
+    if command.rank is not None:
+        env[PARENT] = str(os.getpid())
+    return subprocess.Popen(command.argv, env=env, start_new_session=True)
+
+
+def run_all(
+    commands: Sequence[Command],
+    run: RunDir,
+    hang_timeout_seconds: float = float("inf"),
+    start: Callable[[Command], Process] = spawn,
+) -> int:
     """Start every command and wait; 0, or the exit code of the contract. Nothing that was started stays behind."""
     shutil.rmtree(run.heartbeats, ignore_errors=True)
     kills = verdict.oom_kills()
-    env = {PARENT: str(os.getpid())} if commands[0].rank is not None else {}
-    processes = [
-        subprocess.Popen(command.argv, env={**environment(command), **env}, start_new_session=True)
-        for command in commands
-    ]
+    processes: list[Process] = []
     try:
+        processes.extend(start(command) for command in commands)
         with _forwarded(processes, run):
             failed = _wait(processes, run, hang_timeout_seconds)
         if not failed:
@@ -115,6 +140,8 @@ def end_all(processes: Sequence[Process], run: RunDir) -> None:
     beats = heartbeat.read_all(run.heartbeats)
     for process in processes:
         _send(-process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
     for beat in beats.values():
         if beat.exit_code is None and verdict.is_here(beat) and verdict.is_worker(beat.pid):
             _send(beat.pid, signal.SIGKILL)  # a launcher may have put it into a session of its own
