@@ -15,6 +15,7 @@ from toolkit.errors import BadInput, RankFailed
 from toolkit.plan import Plan
 from toolkit.recipe import Metrics, Recipe, Strategy, Wandb
 from toolkit.resolve import explain, resolve
+from toolkit.run_dir import RunDir
 from toolkit.trajectory import Trajectory, largest_difference
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
@@ -123,7 +124,7 @@ def runner(backend: str) -> Callable[[Sequence[launch.Command]], list[int]]:
         return run_warm
     from toolkit.runtime.supervise import run_all
 
-    return lambda commands: [run_all(commands, Path())]
+    return lambda commands: [run_all(commands, RunDir(Path(commands[0].argv[-1])))]
 
 
 def _tail(log: Path) -> str:

@@ -34,7 +34,7 @@ def proposals(work: Job) -> Iterator[Proposal]:
 
 
 def random_job(seed: int) -> Job:
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     heads = chance.choice([8, 16, 32])
     experts = chance.choice([0, 0, 8])
     model = decoder(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,12 +11,17 @@ import deepspeed
 import torch
 from torch.nn.functional import cross_entropy
 
+from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.recipe import Train
+from toolkit.regions import Region
 from toolkit.runtime.data import IGNORE, MicroBatch
+from toolkit.runtime.deepspeed_state import DeepSpeedState, Place
 from toolkit.runtime.distributed import device
+from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.grad_norm import clip_gradients
 from toolkit.runtime.mesh import Mesh, TensorUnit
+from toolkit.runtime.shards import layout_of
 from toolkit.schedule import Schedule
 
 
@@ -31,6 +37,8 @@ class StepResult:
     """Global gradient norm before clipping."""
     lr: float
     """Learning rate of the update."""
+    own_faults: torch.Tensor | None = None
+    """What this rank's own forward and backward pass gave that is no number; looked at only after a bad step."""
 
 
 class Engine(Protocol):
@@ -40,8 +48,16 @@ class Engine(Protocol):
     def replica(self) -> int:
         """Which data-parallel replica this rank is part of."""
 
+    @property
+    def state(self) -> Stateful:
+        """Masters and optimizer states, for checkpoints."""
+
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Train on this replica's share of a global batch."""
+
+
+class NoNumbers(Exception):
+    """The averaged gradient is NaN or infinite."""
 
 
 class ReplicaEngine:
@@ -62,6 +78,8 @@ class ReplicaEngine:
         self._take = take
         self._after_backward = after_backward
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
+        self._faults = torch.zeros((), device=device())
+        model.get_input_embeddings().register_forward_hook(self._watch_gradient)  # type: ignore[operator]
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -77,6 +95,19 @@ class ReplicaEngine:
         return self._mesh.data
 
     @property
+    def state(self) -> Stateful:
+        named = dict(self.module.named_parameters())
+        ranks = self._mesh.token_ranks  # sequence ranks hold whole copies, as replicas do
+        return DeepSpeedState(
+            self._engine,
+            names={p: name for name, p in named.items()},
+            copy=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
+            copies=ranks,
+            place=placed(named),
+            writes=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
+        )
+
+    @property
     def module(self) -> torch.nn.Module:
         """The model inside the engine."""
         return self._engine.module  # type: ignore[no-any-return]
@@ -87,20 +118,33 @@ class ReplicaEngine:
         weight = self._scale * self._mesh.plan.grad_accum * self._mesh.token_ranks / max(tokens, 1)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
-        for micro in batch:
-            own = self._take(micro.to(device()))
-            loss = summed_loss(self._engine(**own.inputs()).logits, own.labels)
-            total += loss.detach()
-            self._engine.backward(loss * weight)
-            self._check_once()
-            self._engine.step()
+        self._faults.zero_()
+        try:
+            for micro in batch:
+                own = self._take(micro.to(device()))
+                loss = summed_loss(self._engine(**own.inputs()).logits, own.labels)
+                total += loss.detach()
+                self._engine.backward(loss * weight)
+                self._check_once()
+                self._engine.step()
+        except NoNumbers:  # on every rank alike: the averaged gradients are the same
+            pass
+        faults = self._faults + (~torch.isfinite(total)).float()
         mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
-        return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr)
+        return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr, own_faults=faults)
 
     def _check_once(self) -> None:
         check, self._after_backward = self._after_backward, None
         if check is not None:
             check()
+
+    def _watch_gradient(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
+        """Count what is no number in the gradient that reaches the embeddings: a bad backward pass names its rank."""
+        if output.requires_grad:
+            output.register_hook(self._count_faults)  # type: ignore[no-untyped-call]
+
+    def _count_faults(self, gradient: torch.Tensor) -> None:
+        self._faults += (~torch.isfinite(gradient)).sum()
 
 
 class NormMeter:
@@ -129,6 +173,21 @@ class NormMeter:
 
     def _clip(self, limit: float) -> None:
         self._norm = clip_gradients(self._engine.module.parameters(), self._mesh, limit)
+        if not math.isfinite(self._norm):
+            raise NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
+
+
+def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
+    """Where elements of this rank's parameters are in the whole ones."""
+
+    def place(name: str, low: int, high: int) -> tuple[tuple[int, ...], Region]:
+        parameter = named[name]
+        layout = layout_of(parameter)
+        if layout is None:
+            return tuple(getattr(parameter, "ds_shape", parameter.shape)), regions.flat(low, high)
+        return layout.shape, regions.take(layout.region(), low, high)
+
+    return place
 
 
 def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:

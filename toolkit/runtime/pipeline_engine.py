@@ -13,7 +13,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from toolkit.recipe import Train
 from toolkit.runtime.data import MicroBatch
-from toolkit.runtime.engine import NormMeter, StepResult, counted_tokens, undo_first_step
+from toolkit.runtime.deepspeed_state import DeepSpeedState
+from toolkit.runtime.distributed import device
+from toolkit.runtime.engine import NormMeter, NoNumbers, StepResult, counted_tokens, placed, undo_first_step
+from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.pipeline_stage import Stage
 from toolkit.runtime.shards import layout_of
@@ -51,6 +54,27 @@ class PipelineRun:
         return self._mesh.data
 
     @property
+    def state(self) -> Stateful:
+        named = self._stage.parameters_by_name
+        return DeepSpeedState(
+            self._engine,
+            names={p: name for name, p in named.items()},
+            copy=self._mesh.data,
+            copies=self._mesh.plan.dp,
+            place=placed(named),
+            writes=self._writes,
+            model=self._stage.model,
+        )
+
+    def _writes(self, name: str) -> bool:
+        """The first stage that holds a name saves it, and of its tensor ranks the first, or all if they hold slices."""
+        split, named = self._stage.split, self._stage.parameters_by_name
+        if name not in named:  # a buffer: layers are on one stage each, the rest is everywhere
+            return self._mesh.tensor == 0 and (name.startswith(f"{split.layers}.") or self._mesh.pipe == 0)
+        sliced = layout_of(named[name]) is not None
+        return self._mesh.pipe == min(split.owners[name]) and (sliced or self._mesh.tensor == 0)
+
+    @property
     def module(self) -> torch.nn.Module:
         """This stage's part of the model, under the whole model's names."""
         return self._stage.model
@@ -61,7 +85,10 @@ class PipelineRun:
         # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
-        loss = self._engine.train_batch(_nothing())
+        try:
+            loss = self._engine.train_batch(_nothing())
+        except NoNumbers:  # on every rank alike, before the update
+            loss = torch.full((), float("nan"), device=device())
         if self._after_backward is not None:
             self._after_backward()
             self._after_backward = None

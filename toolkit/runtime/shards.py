@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+from toolkit.regions import Region, Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,20 @@ class Layout:
             sizes = shares(segment.shape[self.dim], self.ranks)
             pieces.append(segment.narrow(self.dim, sum(sizes[: self.index]), sizes[self.index]))
         return torch.cat(pieces, self.dim)
+
+    def region(self) -> Region:
+        """Which elements of the whole the slice holds, in the slice's own order."""
+        segment = self.shape[self.dim] // self.packs
+        sizes = shares(segment, self.ranks)
+        begin, length = sum(sizes[: self.index]), sizes[self.index]
+        inner = math.prod(self.shape[self.dim + 1 :])
+        stride, outer = self.shape[self.dim] * inner, math.prod(self.shape[: self.dim])
+        starts = [(pack * segment + begin) * inner for pack in range(self.packs)]
+        if length == 0 or inner == 0:
+            return ()
+        if self.packs == 1:
+            return (Run(starts[0], length * inner, stride if outer > 1 else 0, outer),)
+        return tuple(Run(row * stride + start, length * inner) for row in range(outer) for start in starts)
 
 
 def shares(total: int, ranks: int) -> list[int]:
