@@ -18,7 +18,16 @@ class Pipeline:
 
     name: str = "pipeline"
     summary: str = "consecutive layers on consecutive devices; micro-batches follow each other through them"
-    axes: tuple[str, ...] = ("dp", "pp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute", "pipeline_bounds")  # fmt: skip
+    axes: tuple[str, ...] = (
+        "dp",
+        "pp",
+        "zero_stage",
+        "zero_group",
+        "micro_batch",
+        "grad_accum",
+        "recompute",
+        "pipeline_bounds",
+    )
     needs: str = "at least as many layers as stages, and several micro-batches a step"
     refuses: str = "ZeRO 2 and 3; more stages than layers"
 

@@ -74,6 +74,6 @@ def bounds_fault(bounds: Sequence[int], layers: int, stages: int) -> str | None:
         return f"{len(bounds)} numbers given; {stages} stages need {stages + 1}, e.g. [{example}]"
     if bounds[0] != 0 or bounds[-1] != layers:
         return f"must run from 0 to the model's {layers} layers, e.g. [{example}]"
-    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
         return f"must ascend, so that every stage has a layer, e.g. [{example}]"
     return None

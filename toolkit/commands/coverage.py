@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--types", metavar="A,B", help="model types (default: every causal-LM type of transformers)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as docs/coverage.md has it")
-    parser.add_argument("--cache", type=Path, metavar="FILE", help="keep results there, a line a type, and go on from it")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FILE", help="keep results there, a line a type, and go on from it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +107,14 @@ def _reasons(rows: Rows) -> list[str]:
 
 
 def _cell(result: Result) -> str:
-    return f"{result.loss_difference:.0e}" if result.status == "ok" and result.loss_difference is not None else result.status  # fmt: skip
+    measured = result.status == "ok" and result.loss_difference is not None
+    return f"{result.loss_difference:.0e}" if measured else result.status
+
+
+def _coloured(result: Result) -> str:
+    return f"[{COLOURS[result.status]}]{_cell(result)}[/]" + (
+        f" {_short(result.reason)}" if result.status != "ok" else ""
+    )
 
 
 def _short(reason: str) -> str:
@@ -126,7 +135,7 @@ def _wanted(given: str | None, known: list[str]) -> list[str]:
     return names
 
 
-def _cached(path: Path | None) -> list[tuple[str, dict[str, dict[str, object]]]]:
+def _cached(path: Path | None) -> list[tuple[str, dict[str, dict[str, Any]]]]:
     if path is None or not path.exists():
         return []
     return [(line["type"], line["cases"]) for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
@@ -145,6 +154,5 @@ def _table(rows: Rows) -> Table:
     for case, numbers in total.items():
         table.add_column(case, footer=str(numbers["ok"]))
     for name, row in rows.items():
-        cells = [f"[{COLOURS[r.status]}]{_cell(r)}[/]" + (f" {_short(r.reason)}" if r.status != "ok" else "") for r in row.values()]  # fmt: skip
-        table.add_row(name, *cells)
+        table.add_row(name, *map(_coloured, row.values()))
     return table

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toolkit.deepspeed_config import deepspeed_config
 from toolkit.plan import Plan
+from toolkit.proofs import Axes, Verdict
 from toolkit.recipe import Model, Train
 from toolkit.runtime.build import Site, build_engine
 from toolkit.runtime.data import MicroBatch
@@ -18,7 +19,7 @@ from toolkit.runtime.engine import ReplicaEngine
 from toolkit.runtime.groups import Failure, call_on_ranks, first_failure
 from toolkit.runtime.model import skeleton
 from toolkit.runtime.tiny import VOCABULARY, tiny_of_type
-from toolkit.runtime.twin import Verdict, prove
+from toolkit.runtime.twin import prove
 from toolkit.schedule import make_schedule
 from toolkit.trajectory import Trajectory, largest_difference
 
@@ -35,10 +36,8 @@ CASES: dict[str, Plan] = {
     "zero-3": Plan(strategy="zero", dp=2, zero_stage=3, zero_group=2, micro_batch=2, precision="fp32"),
     "tensor_parallel": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32"),
     "pipeline": Plan(strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, precision="fp32"),
-    "hybrid": Plan(
-        strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"
-    ),
-}  # fmt: skip
+    "hybrid": Plan(strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"),
+}
 """Two ranks each, and 2 × 2 × 2 for the hybrid."""
 
 
@@ -72,11 +71,11 @@ class Look:
     """What one process finds out about a type."""
 
     expected: Trajectory
-    verdicts: dict[tuple[int, int], Verdict]
+    verdicts: dict[Axes, Verdict]
 
 
 def _case(model_type: str, plan: Plan, train: Train, look: Look) -> Result:
-    verdict = look.verdicts.get((plan.tp, plan.pp), Verdict(True))
+    verdict = look.verdicts.get(Axes.of(plan), Verdict(True))
     if not verdict.ok:
         return Result(status="refused", reason=verdict.reason)
     results = call_on_ranks(run_case, model_type, plan, train, nproc=plan.devices, timeout_seconds=TIMEOUT_SECONDS)
@@ -89,17 +88,21 @@ def _case(model_type: str, plan: Plan, train: Train, look: Look) -> Result:
 def _judged(model_type: str, train: Train, expected: Trajectory, found: Trajectory) -> Result:
     loss = largest_difference(expected.loss, found.loss)
     norm = largest_difference(expected.grad_norm, found.grad_norm)
-    numbers = {"loss_difference": loss, "norm_difference": norm}
+    measured = Result(status="ok", loss_difference=loss, norm_difference=norm)
     if loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE:
-        return Result(status="ok", **numbers)
+        return measured
     nudged = call_on_ranks(_run_nudged, model_type, train, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
     assert isinstance(nudged, Trajectory), nudged
     loss_noise = largest_difference(expected.loss, nudged.loss)
     norm_noise = largest_difference(expected.grad_norm, nudged.grad_norm)
-    if loss <= max(LOSS_TOLERANCE, NOISE_FACTOR * loss_noise) and norm <= max(NORM_TOLERANCE, NOISE_FACTOR * norm_noise):
-        reason = f"within rounding: a nudge of one bit moves one process's loss by {loss_noise:.0e} and its gradient norm by {norm_noise:.0e}; exact in float64"  # fmt: skip
-        return Result(status="ok", reason=reason, **numbers)
-    return Result(status="mismatch", reason=f"loss off by {loss:.1e}, gradient norm by {norm:.1e}", **numbers)
+    loss_limit = max(LOSS_TOLERANCE, NOISE_FACTOR * loss_noise)
+    norm_limit = max(NORM_TOLERANCE, NOISE_FACTOR * norm_noise)
+    if loss <= loss_limit and norm <= norm_limit:
+        noise = (
+            f"a nudge of one bit moves one process's loss by {loss_noise:.0e} and its gradient norm by {norm_noise:.0e}"
+        )
+        return replace(measured, reason=f"within rounding: {noise}; exact in float64")
+    return replace(measured, status="mismatch", reason=f"loss off by {loss:.1e}, gradient norm by {norm:.1e}")
 
 
 def _look(model_type: str, cases: Mapping[str, Plan], train: Train) -> Look:
@@ -109,8 +112,8 @@ def _look(model_type: str, cases: Mapping[str, Plan], train: Train) -> Look:
     if size > LARGEST:
         raise ValueError(f"the tiny config has {size:,} parameters")
     expected = run_case(model_type, REFERENCE, train)
-    splits = {(plan.tp, plan.pp): plan for plan in cases.values() if plan.tp * plan.pp > 1}
-    return Look(expected, {axes: prove(section, plan) for axes, plan in splits.items()})
+    splits = {Axes.of(plan) for plan in cases.values() if Axes.of(plan).split}
+    return Look(expected, {axes: prove(section, axes) for axes in splits})
 
 
 def _run_nudged(model_type: str, train: Train) -> Trajectory:
@@ -149,7 +152,8 @@ def share(step: int, plan: Plan, replica: int) -> Iterator[MicroBatch]:
     generator = torch.Generator().manual_seed(step % 2)
     ids = torch.randint(3, VOCABULARY - 1, (plan.global_batch, TOKENS + 1), generator=generator)
     own = ids.chunk(plan.dp)[replica]
-    for rows in own.split(plan.micro_batch):
+    for start in range(0, len(own), plan.micro_batch):
+        rows = own[start : start + plan.micro_batch]
         yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 

@@ -30,8 +30,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return MicroBatch(**{k: None if t is None else t.to(device, non_blocking=True) for k, t in tensors.items()})
+        given = {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        return MicroBatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in given.items()})
 
     def inputs(self) -> dict[str, Any]:
         """Arguments of the model's forward."""

@@ -66,12 +66,18 @@ def _result(path: Path, rank: int, timeout_seconds: float) -> Any:
     return pickle.loads(path.read_bytes())  # noqa: S301 - written by our own processes
 
 
-def _enter(directory: str, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _enter(
+    directory: str, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     """The forked process."""
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -85,7 +91,8 @@ def _enter(directory: str, rank: int, size: int, port: int, function: Callable[.
         answer = function(*args)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        answer = Failure(rank, f"{type(error).__name__}: {lines[0]}", traceback.format_exc(), isinstance(error, ToolkitError))  # fmt: skip
+        reason = f"{type(error).__name__}: {lines[0]}"
+        answer = Failure(rank, reason, traceback.format_exc(), isinstance(error, ToolkitError))
     path = Path(directory) / str(rank)
     path.with_suffix(".part").write_bytes(pickle.dumps(answer))
     path.with_suffix(".part").rename(path)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
-class Cut(Exception):  # noqa: N818 - ends a stage's forward early; nothing is wrong
+class Cut(Exception):
     """Carries what crosses the border out of the model's forward."""
 
     def __init__(self, arguments: Arguments) -> None:
@@ -117,7 +117,9 @@ def put_in(arguments: Arguments, positions: tuple[int, ...], values: tuple[torch
     return filled
 
 
-def enter_at(layer: torch.nn.Module, positions: tuple[int, ...], received: Callable[[], tuple[torch.Tensor, ...]]) -> None:  # fmt: skip
+def enter_at(
+    layer: torch.nn.Module, positions: tuple[int, ...], received: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
     """Make a layer take what arrived from the stage before.
 
     Its class becomes a subclass that overrides `__call__`, so that names and isinstance() stay, and the values come in
@@ -134,15 +136,15 @@ def enter_at(layer: torch.nn.Module, positions: tuple[int, ...], received: Calla
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG004
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return gradients
 
 
 def anchored(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The same tensors through one identity: an unused one gets a zero gradient, which DeepSpeed must send back."""
-    floats = iter(_Anchor.apply(*[t for t in tensors if t.is_floating_point()]))
+    floats = iter(_Anchor.apply(*[t for t in tensors if t.is_floating_point()]))  # type: ignore[no-untyped-call]
     return tuple(next(floats) if t.is_floating_point() else t for t in tensors)

@@ -15,7 +15,7 @@ from toolkit.recipe import Train
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import NormMeter, NoNumbers, StepResult, counted_tokens, placed, undo_first_step
+from toolkit.runtime.engine import NoNumbers, NormMeter, StepResult, counted_tokens, placed, undo_first_step
 from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.pipeline_stage import Stage
@@ -77,7 +77,8 @@ class PipelineRun:
     @property
     def module(self) -> torch.nn.Module:
         """This stage's part of the model, under the whole model's names."""
-        return self._stage.model
+        model: torch.nn.Module = self._stage.model
+        return model
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
@@ -110,7 +111,8 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         stage: Stage = self.forward_funcs[0]
         for parameter in stage.parameters():
             # ZeRO 1 counts what is marked on every rank of the replica, and the rest on the first rank of it only.
-            parameter.model_parallel = layout_of(parameter) is not None or self._grid.get_slice_parallel_rank() == 0  # type: ignore[attr-defined]
+            counts = layout_of(parameter) is not None or self._grid.get_slice_parallel_rank() == 0
+            parameter.model_parallel = counts  # type: ignore[attr-defined]
         groups: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
         for name, stages in stage.split.shared:
             if stages not in groups:

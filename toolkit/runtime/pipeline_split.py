@@ -7,6 +7,7 @@ stage needs. Weights are hollow (one element each), so this costs no memory, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -205,7 +206,7 @@ def _owners_of_layers(
     model: torch.nn.Module, layers: torch.nn.ModuleList, names: Mapping[int, str], bounds: tuple[int, ...]
 ) -> dict[str, set[int]]:
     owners: dict[str, set[int]] = {name: set() for name, _ in model.named_parameters()}
-    for stage, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for stage, (start, end) in enumerate(itertools.pairwise(bounds)):
         for layer in layers[start:end]:
             for parameter in layer.parameters():
                 owners[names[id(parameter)]].add(stage)
@@ -240,7 +241,9 @@ def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
     except Cut as cut:
         args, kwargs = cut.arguments
         # Grouped matrix products of experts refuse hollow weights: this one layer gets real zeros for the call.
-        zeros = {name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in first.named_parameters()}
+        zeros = {
+            name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in first.named_parameters()
+        }
         with torch.no_grad():
             output = torch.func.functional_call(first, zeros, args, dict(kwargs))
         return template_of(output, hidden_of(cut.arguments))

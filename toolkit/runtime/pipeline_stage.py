@@ -67,7 +67,9 @@ class Stage(torch.nn.Module):
         return summed_loss(output.logits, micro.labels) * self._weight
 
 
-def _carve(stage: Stage, model: PreTrainedModel, split: Split, index: int, dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+def _carve(
+    stage: Stage, model: PreTrainedModel, split: Split, index: int, dtype: torch.dtype
+) -> dict[str, torch.nn.Parameter]:
     """Leave only a stage's part in a skeleton."""
     named = dict(model.named_parameters())
     where = sites(model)

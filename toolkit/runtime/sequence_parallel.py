@@ -53,7 +53,8 @@ class SequenceShare:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
-            raise SequenceRefused(f"{model.config.model_type} does not use transformers' registry of attention functions")
+            kind = model.config.model_type
+            raise SequenceRefused(f"{kind} does not use transformers' registry of attention functions")
 
     def take(self, micro: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch; what attention must know of all tokens is kept here."""
@@ -85,12 +86,14 @@ class SequenceShare:
         heads = query.shape[1]
         query, key, value = (self._to_heads(_repeated(t, heads)) for t in (query, key, value))
         mask = self._allowed(query.shape[2], sliding_window, query.device)
-        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling)  # fmt: skip
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
         return self._to_tokens(output).transpose(1, 2).contiguous(), None
 
     def _refuse(self, module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
         known = {"position_ids", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-        strange = sorted(key for key, v in others.items() if key not in known and v is not None and not isinstance(v, bool))
+        strange = sorted(k for k, v in others.items() if k not in known and v is not None and not isinstance(v, bool))
         if mask is not None or strange:
             what = "a bias of its own" if mask is not None else ", ".join(strange)
             raise SequenceRefused(f"{type(module).__name__} gives attention {what}, which is not cut by sequence")
@@ -116,12 +119,12 @@ class SequenceShare:
     def _to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, heads, own tokens, width) → (batch, own heads, tokens, width)."""
         parts = torch.stack(tensor.chunk(self._group.ranks, 1))
-        return torch.cat(list(_Exchange.apply(parts, self._group)), 2)
+        return torch.cat(list(_exchanged(parts, self._group)), 2)
 
     def _to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, own heads, tokens, width) → (batch, heads, own tokens, width)."""
         parts = torch.stack(tensor.chunk(self._group.ranks, 2))
-        return torch.cat(list(_Exchange.apply(parts, self._group)), 1)
+        return torch.cat(list(_exchanged(parts, self._group)), 1)
 
 
 class _Exchange(torch.autograd.Function):
@@ -133,6 +136,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.group.exchange(gradient), None
+
+
+def _exchanged(parts: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    return _Exchange.apply(parts, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ def mark_shard(parameter: torch.nn.Parameter, layout: Layout) -> None:
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def layout_of(parameter: torch.nn.Parameter) -> Layout | None:
+def layout_of(parameter: torch.Tensor) -> Layout | None:
     """How the slice lies, if it is one."""
     return getattr(parameter, "shard_layout", None)
 

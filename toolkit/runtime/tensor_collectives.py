@@ -45,27 +45,27 @@ class TensorGroup:
 
 def copy_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """A replicated value enters a sharded region: its gradient is the sum of what the ranks find."""
-    return _CopyIn.apply(tensor, group)  # type: ignore[no-any-return]
+    return _CopyIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def sum_out(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Partial results leave a sharded region as their sum."""
-    return _SumOut.apply(tensor, group)  # type: ignore[no-any-return]
+    return _SumOut.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def join_out(tensor: torch.Tensor, size: int, group: TensorGroup) -> torch.Tensor:
     """Slices of the last dimension leave a sharded region whole."""
-    return _JoinOut.apply(tensor, size, group)  # type: ignore[no-any-return]
+    return _JoinOut.apply(tensor, size, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def cut_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Of a replicated value, a rank takes its slice of the last dimension."""
-    return _CutIn.apply(tensor, group)  # type: ignore[no-any-return]
+    return _CutIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def whole_weight(piece: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
     """A weight that is stored in slices, whole for replicated computation."""
-    return _WholeWeight.apply(piece, dim, group)  # type: ignore[no-any-return]
+    return _WholeWeight.apply(piece, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _CopyIn(torch.autograd.Function):

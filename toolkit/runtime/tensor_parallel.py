@@ -32,7 +32,7 @@ STYLES: dict[str, Style] = {
     "stored": styles.stored,
     "replicated_with_grad_allreduce": styles.partial,
 }
-"""transformers' names, and three of ours: `packed3_colwise`, `stored`, `all_reduce` and `mla_kv_a_proj` need a look at the module."""
+"""transformers' names, and two of ours: `packed3_colwise` and `stored`. `_apply` knows the two that need a closer look."""
 
 
 class PartialGradients(ToolkitError):
@@ -62,7 +62,7 @@ def sum_partial_gradients(model: torch.nn.Module, group: TensorGroup) -> None:
     """Whole parameters inside sharded regions get the sum of all ranks' gradients, before they are accumulated."""
     for parameter in model.parameters():
         if is_partial(parameter):
-            parameter.register_hook(group.sum)
+            parameter.register_hook(group.sum)  # type: ignore[no-untyped-call]
 
 
 class ReplicaCheck:
@@ -74,7 +74,10 @@ class ReplicaCheck:
         self._group = group
         self._sums: dict[str, torch.Tensor] = {}
         self._whole = [(n, p) for n, p in named if p.requires_grad and layout_of(p) is None]
-        self._hooks: list[RemovableHandle] = [p.register_hook(self._note(name)) for name, p in self._whole]
+        self._hooks: list[RemovableHandle] = [
+            p.register_hook(self._note(name))  # type: ignore[no-untyped-call]
+            for name, p in self._whole
+        ]
 
     def _note(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
@@ -96,7 +99,9 @@ class ReplicaCheck:
         ranks = torch.stack(self._group.gather(own))
         spread = (ranks - ranks[0]).abs().amax((0, 2))
         size = ranks[..., 2].amax(0)
-        wrong = [name for (name, _), bad in zip(self._whole, spread > self.TOLERANCE * size + 1e-12, strict=True) if bad]
+        wrong = [
+            name for (name, _), bad in zip(self._whole, spread > self.TOLERANCE * size + 1e-12, strict=True) if bad
+        ]
         if wrong:
             raise PartialGradients(
                 f"{len(wrong)} parameters get different gradients on tensor ranks, first {', '.join(wrong[:4])}; "

@@ -80,7 +80,9 @@ def _gather_where_needed(model: torch.nn.Module, styles: Styles, ranks: int) -> 
     """Blocks that do not divide run with whole activations, which always fits."""
     modules = dict(model.named_modules())
     uneven = {name.rpartition(".")[0] for name, style in styles.items() if _uneven(modules, name, style, ranks)}
-    changed = {n: GATHERED.get(style, style) if n.rpartition(".")[0] in uneven else style for n, style in styles.items()}
+    changed = {
+        n: GATHERED.get(style, style) if n.rpartition(".")[0] in uneven else style for n, style in styles.items()
+    }
     return {name: style for name, style in changed.items() if style}
 
 

@@ -51,7 +51,8 @@ def wrap(module: torch.nn.Module, forward: Callable[[Forward], Forward]) -> None
     def wrapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(base.forward.__get__(self))(*args, **kwargs)
 
-    module.__class__ = type(base.__name__, (base,), {"forward": wrapped, "__module__": base.__module__, "in_shards": True})  # fmt: skip
+    changed = {"forward": wrapped, "__module__": base.__module__, "in_shards": True}
+    module.__class__ = type(base.__name__, (base,), changed)
 
 
 def is_wrapped(module: torch.nn.Module) -> bool:
@@ -59,7 +60,7 @@ def is_wrapped(module: torch.nn.Module) -> bool:
     return getattr(type(module), "in_shards", False)
 
 
-def whole_shape(parameter: torch.nn.Parameter) -> tuple[int, ...]:
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Of a parameter that may be cut already, because another module shares it."""
     layout = layout_of(parameter)
     return layout.shape if layout else tuple(parameter.shape)
@@ -162,7 +163,7 @@ def latent_keys(module: torch.nn.Module, sharder: Sharder, rope: int) -> None:
     wrap(module, forward)
 
 
-def partial(module: torch.nn.Module, sharder: Sharder) -> None:  # noqa: ARG001 - all styles have one signature
+def partial(module: torch.nn.Module, sharder: Sharder) -> None:
     """Whole parameters inside a sharded region: each rank finds a part of their gradient."""
     for parameter in module.parameters(recurse=False):
         mark_partial(parameter)

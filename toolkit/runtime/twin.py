@@ -6,22 +6,25 @@ a right one agrees with the whole model to rounding, a wrong one names the param
 
 from __future__ import annotations
 
+import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.plan import Plan
+from toolkit.proofs import Axes, Verdict
 from toolkit.recipe import Model
 from toolkit.runtime.data import IGNORE, MicroBatch
 from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.model import build_model, fill, load_config, open_weights, skeleton
 from toolkit.runtime.pipeline_split import SplitRefused, analyse, find_layers
 from toolkit.runtime.pipeline_stage import Stage
+from toolkit.runtime.sequence_parallel import SequenceGroup, SequenceRefused, SequenceShare
 from toolkit.runtime.shards import Layout, layout_of
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_parallel import shard, sum_partial_gradients
@@ -33,19 +36,10 @@ TOLERANCE = 1e-4
 FLOOR = 1e-6
 """Gradients below this part of the whole norm are rounding themselves."""
 SEED = 0
-MOST_STAGES = 3
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a split gives the whole model's loss and gradients."""
-
-    ok: bool
-    reason: str = ""
-
-
-class ThreadGroup(TensorGroup):
-    """Tensor ranks that are threads of one process."""
+class ThreadGroup(SequenceGroup):
+    """Tensor or sequence ranks that are threads of one process."""
 
     def __init__(self, index: int, ranks: int, barrier: threading.Barrier, board: list[Any]) -> None:
         super().__init__(None, index, ranks)
@@ -62,6 +56,13 @@ class ThreadGroup(TensorGroup):
         self._barrier.wait()
         return parts
 
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part[self.index] for part in self.gather(tensor)])
+
+    def give_up(self) -> None:
+        """End the other threads' waiting."""
+        self._barrier.abort()
+
 
 def thread_groups(ranks: int) -> list[ThreadGroup]:
     """Groups of as many threads."""
@@ -69,9 +70,9 @@ def thread_groups(ranks: int) -> list[ThreadGroup]:
     return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
 
 
-def prove(section: Model, plan: Plan) -> Verdict:
-    """The verdict on a plan's tensor and pipeline axes for the recipe's model."""
-    heads = max(4, 2 * plan.tp)
+def prove(section: Model, axes: Axes) -> Verdict:
+    """The verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
+    heads = max(4, 2 * axes.tp, axes.sp)
     config = tiny_config(load_config(section), heads)
     twin = Model(config=config, init="scratch", precision="fp32", attention=section.attention)
     try:
@@ -79,8 +80,8 @@ def prove(section: Model, plan: Plan) -> Verdict:
     except Exception as error:
         return Verdict(False, f"a small twin of {config['model_type']} does not train in one process: {_line(error)}")
     try:
-        return _compare(twin, plan.tp, min(plan.pp, MOST_STAGES), kind, expected)
-    except SplitRefused as error:
+        return _compare(twin, axes, kind, expected)
+    except (SplitRefused, SequenceRefused) as error:
         return Verdict(False, _line(error))
     except Exception as error:
         return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {_line(error)}")
@@ -122,7 +123,7 @@ def _whole(twin: Model, kind: torch.dtype) -> _Expected:
         model = _exact(build_model(twin, SEED), kind)
         try:
             loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         except Exception:
             if micro.attention_mask is None:
                 raise
@@ -133,20 +134,32 @@ def _whole(twin: Model, kind: torch.dtype) -> _Expected:
     return _Expected(used, losses, gradients)
 
 
-def _compare(twin: Model, tp: int, pp: int, kind: torch.dtype, expected: _Expected) -> Verdict:
+def _compare(twin: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
-        groups = thread_groups(tp)
-        parts = [_parts(twin, group if tp > 1 else None, pp, kind) for group in groups]
-        with ThreadPoolExecutor(tp) as pool:
-            runs = [pool.submit(_run, part, micro, group) for part, group in zip(parts, groups, strict=True)]
-            found = [run.result() for run in runs]
+        groups = thread_groups(axes.tp * axes.sp)
+        parts = [_parts(twin, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
+        shares = [_share(part[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)]
+        with ThreadPoolExecutor(len(groups)) as pool:
+            runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
+            losses = [run.result() for run in runs]
+        found = sum(losses) if axes.sp > 1 else losses[0]
         padded = " on padded data" if micro.attention_mask is not None else ""
-        if abs(found[0] - loss) > TOLERANCE * abs(loss):
-            return Verdict(False, f"the loss{padded} is {found[0]:.6f}; the whole model's is {loss:.6f}")
-        wrong = sorted({name for part in parts for name in _wrong(part, gradients)})
+        if abs(found - loss) > TOLERANCE * abs(loss):
+            return Verdict(False, f"the loss{padded} is {found:.6f} on a small twin; the whole model's is {loss:.6f}")
+        together = [[part for rank in parts for part in rank]] if axes.sp > 1 else parts
+        wrong = sorted({name for part in together for name in _wrong(part, gradients)})
         if wrong:
-            return Verdict(False, f"gradients{padded} of {len(wrong)} parameters are off, first {', '.join(wrong[:3])}")
+            names = ", ".join(wrong[:3])
+            return Verdict(
+                False, f"on a small twin, gradients{padded} of {len(wrong)} parameters are off, first {names}"
+            )
     return Verdict(True)
+
+
+def _share(model: PreTrainedModel, group: ThreadGroup) -> SequenceShare:
+    share = SequenceShare(group)
+    share.install(model)
+    return share
 
 
 def _parts(twin: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> list[Any]:
@@ -190,8 +203,9 @@ def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
     return model.to(kind).train()
 
 
-def _run(parts: Sequence[Any], micro: MicroBatch, group: ThreadGroup) -> float:
+def _run(parts: Sequence[Any], share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
     try:
+        micro = share.take(micro) if share else micro
         if not isinstance(parts[0], Stage):
             loss = summed_loss(parts[0](**micro.inputs()).logits.double(), micro.labels)
         else:
@@ -203,7 +217,7 @@ def _run(parts: Sequence[Any], micro: MicroBatch, group: ThreadGroup) -> float:
         loss.backward()
         return float(loss)
     except BaseException:
-        group._barrier.abort()
+        group.give_up()
         raise
 
 
@@ -229,3 +243,15 @@ def _off(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None,
 
 def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def main() -> int:
+    """A process of its own: the question on standard input, the verdict on the last line of standard output."""
+    question = json.load(sys.stdin)
+    section = Model(**{**question["model"], "lora": None})
+    print(json.dumps(asdict(prove(section, Axes(**question["axes"])))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

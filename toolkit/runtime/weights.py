@@ -57,7 +57,7 @@ class ScratchWeights:
             yield from HostWeights(self._whole()).read(missed)
 
     def _initialised(self, unit: str) -> torch.nn.Module:
-        module = copy.deepcopy(self._model.get_submodule(unit))
+        module: torch.nn.Module = copy.deepcopy(self._model.get_submodule(unit))
         for part in module.modules():
             for key, parameter in part._parameters.items():
                 if parameter is not None and parameter.is_meta:
