@@ -1,4 +1,4 @@
-"""Verdicts of the float64 twin, kept between runs: planning refuses what a proof has failed, without importing torch."""
+"""Verdicts of the float64 twin, kept between runs: planning refuses what has failed, without importing torch."""
 
 from __future__ import annotations
 

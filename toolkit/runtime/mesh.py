@@ -13,7 +13,7 @@ from toolkit.runtime.distributed import all_sum
 
 
 class Mesh:
-    """`rank = (pipe · dp + data) · inner + inner index`: DeepSpeed's own order; inner is the tensor or sequence axis."""
+    """`rank = (pipe · dp + data) · inner + place`: DeepSpeed's own order; inner is the tensor or sequence axis."""
 
     def __init__(self, plan: Plan, rank: int, size: int) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"

@@ -97,7 +97,7 @@ class PipelineRun:
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
-    """DeepSpeed's container with one layer, the stage, a rank; shared parameters are found by us, not by layer specs."""
+    """DeepSpeed's container with one layer a rank, the stage; shared parameters are found by us."""
 
     def __init__(self, stage: Stage, mesh: Mesh) -> None:
         plan = mesh.plan

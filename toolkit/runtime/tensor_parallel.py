@@ -32,7 +32,7 @@ STYLES: dict[str, Style] = {
     "stored": styles.stored,
     "replicated_with_grad_allreduce": styles.partial,
 }
-"""transformers' names, and two of ours: `packed3_colwise` and `stored`. `_apply` knows the two that need a closer look."""
+"""transformers' names, and two of ours: `packed3_colwise` and `stored`; `_apply` knows two more."""
 
 
 class PartialGradients(ToolkitError):

@@ -52,7 +52,7 @@ def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) ->
     sizes = _sizes(heads)
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
     values = {key: value for key, value in sizes.items() if _has(base, key)}
-    kinds = getattr(base, "layer_types", None)
+    kinds = base.to_dict().get("layer_types")
     if kinds:
         values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _round(kinds), strict=False)]
     return {**flags, **values, **_noise(base, dropout), "model_type": base.model_type}

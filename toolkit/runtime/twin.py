@@ -214,7 +214,7 @@ def _run(parts: Sequence[Any], share: SequenceShare | None, group: ThreadGroup, 
                 stage.feed([micro], 1.0)
                 value = stage(value)
             loss = value
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return float(loss)
     except BaseException:
         group.give_up()
