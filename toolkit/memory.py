@@ -14,6 +14,8 @@ BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default reduction bucket (`reduce_bucket_size`), as in published figures; ours is smaller."""
 LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
+IN_USE_LAYERS = 1.5
+"""Layers that ZeRO 3 gathers besides: the one in use, and on average half of the next."""
 PINNED_BUFFERS = 1.1
 """Host memory for offload beyond the tensors themselves: pinned staging buffers."""
 
@@ -135,8 +137,8 @@ def _gathered(e: Execution) -> float:
         return 0.0
     layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
-    kept = min(LIVE_ELEMENTS, e.model_params / e.tp) if e.drops_gradients else 0.0
-    return e.element_bytes * max(kept + 2 * layer, table)
+    kept = min(LIVE_ELEMENTS, e.model_params / e.tp) if e.drops_gradients else layer / 2
+    return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
 
 
 def _buffers(e: Execution, params: float) -> float:
@@ -155,11 +157,19 @@ def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
         return 0.0
     trained = params * e.trained_share
     need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
-    if e.drops_gradients and e.replicas > 1 and e.zero_stage < 3:
-        need += e.element_bytes * min(OWN_BUCKET_ELEMENTS if e.zero_stage else BUCKET_ELEMENTS, trained)
-    freed = parts["activations"] + parts["logits"] + parts["gathered"]
-    freed += parts["grads"] if e.zero_stage == 1 and e.drops_gradients else 0.0  # moved into shards by then
-    return max(0.0, need - freed)
+    if e.drops_gradients and e.replicas > 1:
+        flat = e.element_bytes * min(OWN_BUCKET_ELEMENTS if e.zero_stage else BUCKET_ELEMENTS, trained)
+        need += flat * (2 if e.zero_stage == 3 and e.cluster.device.backend == "cpu" else 1)  # gloo sums in a copy
+    return max(0.0, need - _freed(e, parts))
+
+
+def _freed(e: Execution, parts: dict[str, float]) -> float:
+    """What the backward pass has given back when the update begins; ZeRO 3 still holds gathered parameters then."""
+    freed = parts["activations"] + parts["logits"]
+    if not e.drops_gradients:
+        return freed + parts["gathered"]
+    in_use = IN_USE_LAYERS * e.element_bytes * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else 0.0
+    return freed + in_use + (parts["grads"] if e.zero_stage == 1 else 0.0)  # ZeRO 1 has moved gradients into shards
 
 
 def _largest_bucket(e: Execution) -> float:
