@@ -17,7 +17,7 @@ from toolkit import launch
 from toolkit.recipe_file import make_recipe
 from toolkit.resolve import resolve
 from toolkit.run_dir import RunDir
-from toolkit.runtime.pool import run_warm
+from toolkit.runtime.pool import Enter, run_warm
 
 TINY_LLAMA = {
     "model_type": "llama",
@@ -91,10 +91,12 @@ def train(recipe_mapping: dict[str, Any], tmp_path: Path) -> Trainer:
     """`train(*overrides, nproc=2)`: a real run in real processes."""
     count = iter(range(1000))
 
-    def run(*overrides: str, nproc: int = 2, check: bool = True) -> Finished:
+    def run(
+        *overrides: str, nproc: int = 2, check: bool = True, into: Path | None = None, enter: Enter | None = None
+    ) -> Finished:
         resolved = resolve(make_recipe(recipe_mapping, overrides), nproc)
-        directory = resolved.write(tmp_path / f"run-{next(count)}")
-        codes = run_warm(launch.commands("local", directory.path, nproc, "cpu"))
+        directory = resolved.write(into or tmp_path / f"run-{next(count)}")
+        codes = run_warm(launch.commands("local", directory.path, nproc, "cpu"), enter)
         if check and any(codes):
             logs = "\n".join(path.read_text() for path in sorted(directory.path.glob("logs/*")))
             raise AssertionError(f"exit codes {codes}\n{logs[-4000:]}")

@@ -12,10 +12,15 @@ from toolkit.errors import ToolkitError
 COMMANDS: dict[str, str] = {
     "plan": "rank every plan for a recipe, with memory and time, and say why others are refused",
     "train": "plan, write the run directory, launch and watch the workers",
+    "resume": "go on with a run from its newest whole checkpoint, under any strategy and number of processes",
+    "verify": "check every byte of a checkpoint, or of every checkpoint of a run",
+    "export": "write a checkpoint as a Hugging Face directory",
+    "doctor": "check this machine, and say how to fix what is wrong",
     "parity": "run a recipe under each strategy against one process and compare losses and gradient norms",
     "scale": "scaling curves of a recipe over numbers of devices, strategy by strategy",
     "validate": "the cost model's predictions against measurements in a CSV file",
     "probe": "measure this machine: matmul, memory, collectives; write a cluster file",
+    "emit": "write the launch files of a plan for deepspeed, accelerate, torchrun, Slurm or Kubernetes",
     "strategies": "list the strategy registry",
     "keys": "list every recipe key with its type, default and meaning",
 }

@@ -59,6 +59,10 @@ class RankFailed(ToolkitError):
     exit_code = 4
 
 
+class CheckpointFailed(RankFailed):
+    """A checkpoint could not be written; earlier ones are untouched."""
+
+
 class LossNotFinite(ToolkitError):
     """The loss or a gradient became NaN or infinite."""
 

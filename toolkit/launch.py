@@ -11,6 +11,8 @@ from pathlib import Path
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun")
 WORKER = "toolkit.worker"
+PARENT = "TOOLKIT_PARENT"
+"""Environment variable with the supervisor's process id: a worker whose parent has gone ends itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,16 @@ def accelerate_config(deepspeed_json: Path, nproc: int, backend: str) -> dict[st
 def environment(command: Command | None = None) -> dict[str, str]:
     """This process's environment, with what a command adds to it."""
     return {**os.environ, **(command.env if command else {})}
+
+
+def adopt_slurm() -> None:
+    """Take rank and world from Slurm where `srun` starts workers: the job script has set where they meet."""
+    env = os.environ
+    if "RANK" in env or "SLURM_PROCID" not in env or "MASTER_ADDR" not in env:
+        return
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    env["LOCAL_RANK"] = env["SLURM_LOCALID"]
+    env["LOCAL_WORLD_SIZE"] = env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from toolkit.errors import BadInput, RankFailed
 from toolkit.plan import Plan
 from toolkit.recipe import Metrics, Recipe, Strategy, Wandb
 from toolkit.resolve import explain, resolve
+from toolkit.run_dir import RunDir
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference of the loss at any step."""
@@ -138,7 +139,7 @@ def runner(backend: str) -> Callable[[Sequence[launch.Command]], list[int]]:
         return run_warm
     from toolkit.runtime.supervise import run_all
 
-    return lambda commands: [run_all(commands, Path())]
+    return lambda commands: [run_all(commands, RunDir(Path(commands[0].argv[-1])))]
 
 
 def _tail(log: Path) -> str:

@@ -30,10 +30,6 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
     """Keys of the contract that this version can't carry out, or not on this machine."""
     if recipe.data.format != "text":
         yield Problem("data.format", f"{recipe.data.format} can't be trained by this version; text can")
-    if recipe.checkpoint.every > 0 or recipe.checkpoint.resume not in ("auto", "none"):
-        yield Problem(
-            "checkpoint", "this version writes no checkpoints; leave `every` at 0 and `resume` at auto or none"
-        )
     if recipe.model.lora is not None and importlib.util.find_spec("peft") is None:
         yield Problem("model.lora", "needs peft; install it with: pip install 'zero-toolkit[lora]'")
 

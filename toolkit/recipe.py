@@ -102,6 +102,8 @@ class Train:
     """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
     seed: int = number(0, least=0, most=2**31 - 1)
     """Seed of weights, data order and dropout."""
+    hang_timeout_seconds: float = number(600.0, above=0)
+    """No rank gets anything done for so long: the run ends, and the rank that holds the others up is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +196,8 @@ class Checkpoint:
     """Newest checkpoints that are kept."""
     resume: str = "auto"
     """`auto`: go on from the newest checkpoint of the run directory; `none`; or a checkpoint's path."""
+    asynchronous: bool = False
+    """Copy the state to host memory and write it while training goes on; needs host memory for the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

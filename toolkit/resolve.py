@@ -14,6 +14,7 @@ from toolkit.job import make_job
 from toolkit.plan import Job
 from toolkit.planner import Decision, Option
 from toolkit.recipe import Recipe
+from toolkit.run_dir import RunDir
 from toolkit.schema import nearest
 from toolkit.timing import model_flops
 
@@ -52,9 +53,11 @@ class Resolved:
             "peak_flops": self.job.cluster.device.peak_flops,
         }
 
-    def write(self, path: Path) -> run_dir.RunDir:
-        """A new run directory with the order in it."""
-        run = run_dir.create(path)
+    def write(self, path: Path, *, go_on: bool = False) -> RunDir:
+        """A run directory with the order in it: a new one, or that of a run that goes on."""
+        section = self.recipe.checkpoint
+        go_on = go_on or run_dir.can_go_on(path, section.resume, section.every)
+        run = RunDir(path) if go_on else run_dir.create(path)
         run_dir.write(run, self.recipe, self.plan_json(), self.deepspeed)
         return run
 

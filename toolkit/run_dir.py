@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from toolkit import checkpoint_store as store
 from toolkit.errors import BadInput
 from toolkit.plan import Plan
 from toolkit.recipe import Recipe
@@ -49,6 +51,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Checkpoints, one directory each."""
         return self.path / "checkpoints"
+
+    @property
+    def heartbeats(self) -> Path:
+        """What each rank is doing, one file each."""
+        return self.path / "heartbeats"
 
     def log(self, rank: int) -> Path:
         """Everything that a rank printed."""
@@ -95,11 +102,24 @@ def create(path: Path) -> RunDir:
     return RunDir(path)
 
 
+def can_go_on(path: Path, resume: str, every: int) -> bool:
+    """Whether a run is there that `checkpoint.resume` lets continue: it has checkpoints, or was about to write some."""
+    run = RunDir(path)
+    is_run = run.recipe.is_file() and run.plan.is_file()
+    return resume == "auto" and is_run and bool(every or store.steps(run.checkpoints))
+
+
 def write(run: RunDir, recipe: Recipe, plan: dict[str, Any], deepspeed: dict[str, Any]) -> None:
     """Put the three files of the border into the directory."""
-    run.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
-    run.plan.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
-    run.deepspeed.write_text(json.dumps(deepspeed, indent=2) + "\n", encoding="utf-8")
+    texts = {
+        run.recipe: dump_recipe(recipe),
+        run.plan: json.dumps(plan, indent=2) + "\n",
+        run.deepspeed: json.dumps(deepspeed, indent=2) + "\n",
+    }
+    for path, text in texts.items():
+        temporary = path.with_name(f".{path.name}.tmp")  # a run that goes on has one order or the other, never half
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def read(run: RunDir) -> Order:

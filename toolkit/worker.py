@@ -13,17 +13,22 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from toolkit import run_dir
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launch import free_port
+from toolkit.launch import PARENT, adopt_slurm, free_port
 from toolkit.preflight import check
 from toolkit.recipe_file import load_recipe
 from toolkit.resolve import Resolved, resolve
 from toolkit.resources import find_recipe
 from toolkit.run_dir import RunDir
+from toolkit.stop import StopRequest
+
+if TYPE_CHECKING:
+    from toolkit.runtime.pulse import Pulse
 
 
 class Terminal:
@@ -46,23 +51,55 @@ class Terminal:
         os.close(file)
 
 
+@dataclass
+class Rank:
+    """This process as a rank: its streams, the request to stop, and the pulse once it knows its run directory."""
+
+    number: int
+    parent: int | None
+    """The supervisor, if one watches; it then reports failures, with more to tell than one rank knows."""
+    terminal: Terminal = field(default_factory=Terminal)
+    stop: StopRequest = field(default_factory=StopRequest)
+    pulse: Pulse | None = None
+
+    def settle(self, run: RunDir) -> Pulse:
+        """From here on: output to the log, a heartbeat in the run directory."""
+        from toolkit.runtime.pulse import Pulse
+
+        self.terminal.redirect(run.log(self.number))
+        self.pulse = Pulse(run.heartbeats, self.number, self.terminal.err, self.parent)
+        self.pulse.start()
+        return self.pulse
+
+    def end(self, code: int, error: str) -> int:
+        """Tell the log and the supervisor how it ended."""
+        if self.pulse is not None:
+            print(error, file=sys.stderr, flush=True)
+            self.pulse.end(code, error)
+        return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; the exit code is the contract's."""
     args = _parser().parse_args(argv)
-    terminal = Terminal()
-    rank = int(os.environ.get("RANK", 0))
+    adopt_slurm()
+    parent = os.environ.get(PARENT)
+    rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None)
+    rank.stop.listen()
     try:
-        _run(args, terminal)
+        _run(args, rank)
     except ToolkitError as error:
         # The same fault meets every rank: one of them says it.
-        if rank == 0:
-            print(error, file=terminal.err, flush=True)
-        return error.exit_code
+        if rank.number == 0:
+            print(error, file=rank.terminal.err, flush=True)
+        return rank.end(error.exit_code, str(error))
     except Exception as error:
         traceback.print_exc()
-        print(f"rank {rank} failed: {type(error).__name__}: {error}", file=terminal.err, flush=True)
-        return RankFailed.exit_code
-    return 0
+        text = f"{type(error).__name__}: {error}"
+        if rank.parent is None:
+            print(f"rank {rank.number} failed: {text}", file=rank.terminal.err, flush=True)
+        return rank.end(RankFailed.exit_code, text)
+    return rank.end(0, "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,12 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace, terminal: Terminal) -> None:
+def _run(args: argparse.Namespace, rank: Rank) -> None:
     resolved = None
     if args.recipe is not None:  # every rank finds faults of the input before torch is imported
-        rank = int(os.environ.get("RANK", 0))
         recipe = load_recipe(find_recipe(args.recipe), args.overrides)
-        recipe = check(recipe, os.environ, lambda note: rank or print(note, file=terminal.err))
+        recipe = check(recipe, os.environ, lambda note: rank.number or print(note, file=rank.terminal.err))
         resolved = resolve(recipe, nproc=int(os.environ.get("WORLD_SIZE", 1)))
         _ = resolved.chosen
     elif args.run_dir is None:
@@ -89,18 +125,18 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> None:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
     from toolkit.runtime import distributed
-    from toolkit.runtime.run import run_rank
+    from toolkit.runtime.run import Watched, run_rank
 
     world = distributed.World.from_env(os.environ)
     if resolved is None:
         run = RunDir(args.run_dir)
-        terminal.redirect(run.log(world.rank))
+        pulse = rank.settle(run)
         distributed.join(world)
     else:
         distributed.join(world)
         run = _prepare(resolved, args.run_dir, world.rank)
-        terminal.redirect(run.log(world.rank))
-    run_rank(run_dir.read(run), run, world, terminal.out)
+        pulse = rank.settle(run)
+    run_rank(run_dir.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse))
 
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:

@@ -98,7 +98,7 @@ def test_unknown_devices_are_counted_with_the_reason(tmp_path: Path, rows: list[
 
 def test_unusual_cells_never_crash(tmp_path: Path, rows: list[dict[str, str]]) -> None:
     """Any cell may be empty or hold a placeholder; the row is scored or counted."""
-    chance = random.Random(0)  # noqa: S311
+    chance = random.Random(0)
     numbers = ("", "?", "none", "unknown", "0", "1", "1.0", "3", "-1", "0.5")
     words = ("", "?", "none", "unknown", "1", "0", "yes", "something new")
     sample = [dict(row) for row in chance.sample(rows, 300)]

@@ -22,7 +22,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """RECIPE, overrides and --nproc."""
     parser.add_argument("recipe", help="recipe file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change, parsed as YAML")
-    parser.add_argument("--nproc", type=_positive, metavar="N", help="processes; default: every device of the cluster")
+    parser.add_argument("--nproc", type=positive, metavar="N", help="processes; default: every device of the cluster")
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
@@ -30,7 +30,8 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
     return load_recipe(find_recipe(args.recipe), args.overrides)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} given; at least 1 is required")

@@ -6,15 +6,15 @@ import argparse
 import json
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from toolkit import launch
 from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
+from toolkit.commands.session import add_restart_argument, start
 from toolkit.preflight import check
 from toolkit.recipe_file import dump_recipe
 from toolkit.resolve import Resolved, resolve
-from toolkit.run_dir import RunDir, new_run_path
+from toolkit.run_dir import new_run_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: OUTPUT/NAME-TIME")
+    add_restart_argument(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="show recipe, plan, DeepSpeed config and command; start nothing"
     )
@@ -42,17 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(resolved, path, nproc, args.launcher, console)
     show_decision(resolved.decision, console, top=3)
-    run_dir = resolved.write(path)
-    _write_accelerate(run_dir, resolved, nproc)
-    console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
-    from toolkit.runtime.supervise import run_all
-
-    return run_all(launch.commands(args.launcher, path, nproc, resolved.job.cluster.device.backend), path / "logs")
-
-
-def _write_accelerate(run_dir: RunDir, resolved: Resolved, nproc: int) -> None:
-    config = launch.accelerate_config(run_dir.deepspeed, nproc, resolved.job.cluster.device.backend)
-    (run_dir.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts)
 
 
 def _dry_run(resolved: Resolved, path: Path, nproc: int, launcher: str, console: Console) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -133,21 +133,38 @@ class Order:
     samples: int
     global_batch: int
     seed: int
+    first_step: int = 0
+    """A step from which on the position is known: 0, or where a run was resumed."""
+    first_position: int = 0
+    """Samples that were used before it."""
 
     def step(self, step: int) -> np.ndarray:
         """Sample ids of a step, counted from 0; an epoch's last samples share a batch with the next epoch's first."""
-        positions = np.arange(step * self.global_batch, (step + 1) * self.global_batch)
+        positions = np.arange(self.position(step), self.position(step + 1))
         epochs, places = np.divmod(positions, self.samples)
         return np.concatenate([self._epoch(int(e))[places[epochs == e]] for e in np.unique(epochs)])
 
+    def position(self, step: int) -> int:
+        """Samples used before a step."""
+        return self.first_position + (step - self.first_step) * self.global_batch
+
+    def moved(self, step: int, position: int) -> Order:
+        """The same order, with `position` samples used before `step`: another global batch goes on at the next one."""
+        return replace(self, first_step=step, first_position=position)
+
     def _epoch(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.samples)
+
+
+def own_share(ids: np.ndarray, *, replica: int, replicas: int) -> np.ndarray:
+    """A replica's samples of a global batch."""
+    return np.array_split(ids, replicas)[replica]
 
 
 def micro_batches(
     samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int
 ) -> Iterator[MicroBatch]:
     """A replica's share of a global batch, one micro-batch at a time."""
-    own = np.array_split(ids, replicas)[replica]
+    own = own_share(ids, replica=replica, replicas=replicas)
     for start in range(0, len(own), micro_batch):
         yield samples.batch(own[start : start + micro_batch])

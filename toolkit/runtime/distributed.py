@@ -78,19 +78,33 @@ def all_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     return values
 
 
-def gather_objects(value: T) -> list[T]:
+def all_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """The largest over ranks, in place; tensors of the host go with a host group."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=group)
+    return values
+
+
+def gather_objects(value: T, group: Any = None) -> list[T]:
     """Every rank's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(values, value)
+    torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
-def broadcast_object(value: T) -> T:
+def broadcast_object(value: T, group: Any = None) -> T:
     """Rank 0's value, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
-    torch.distributed.broadcast_object_list(box, src=0)
+    torch.distributed.broadcast_object_list(box, src=0, group=group)
     return box[0]
+
+
+def host_group() -> Any:
+    """A group of all ranks over the hosts' memory, for what must not wait behind the device. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return torch.distributed.new_group(backend="gloo")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -71,6 +71,23 @@ class JsonlSink:
         os.replace(temporary, self._summary)
 
 
+def keep_until(metrics: Path, step: int) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl after a step, so that a resumed run writes no step twice; the lines that stay."""
+    kept = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else []:
+        try:
+            record = json.loads(line)
+            if record["step"] <= step:
+                kept.append(record)
+        except (ValueError, KeyError, TypeError):  # a line that a crash cut short
+            continue
+    if metrics.exists():
+        temporary = metrics.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, metrics)
+    return kept
+
+
 @dataclass
 class Recorder:
     """Sends records to every sink and keeps what the summary needs."""
@@ -89,6 +106,13 @@ class Recorder:
         self.first_loss = record.loss if self.first_loss is None else self.first_loss
         for sink in self.sinks:
             sink.log(record)
+
+    def go_on(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Count what was recorded before the run was resumed."""
+        self.tokens = sum(record["tokens"] for record in records)
+        if records:
+            self.first_loss = records[0]["loss"]
+            self.last = Record(**{f.name: records[-1].get(f.name, 0) for f in fields(Record)})
 
     def typical_step_seconds(self) -> float:
         """Median without the first steps, in which caches fill and one is watched for memory."""

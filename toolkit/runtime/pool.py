@@ -11,7 +11,8 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 from toolkit.launch import Command
@@ -20,10 +21,15 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
 
 
-def run_warm(commands: Sequence[Command]) -> list[int]:
+Enter = Callable[[tuple[str, ...], dict[str, str]], None]
+"""What a forked process does with a command's argv and environment."""
+
+
+def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[int]:
     """Run worker commands in forked processes; their exit codes. When one fails, the rest are ended."""
     context = _context()
-    processes = [context.Process(target=_enter, args=(command.argv, dict(command.env))) for command in commands]
+    target = enter or enter_worker
+    processes = [context.Process(target=target, args=(command.argv, dict(command.env))) for command in commands]
     for process in processes:
         process.start()
     try:
@@ -40,6 +46,38 @@ def run_warm(commands: Sequence[Command]) -> list[int]:
     return [process.exitcode if process.exitcode is not None else -1 for process in processes]
 
 
+@dataclass(frozen=True)
+class WarmProcess:
+    """A forked worker, as `toolkit.runtime.supervise` watches it."""
+
+    process: ForkServerProcess
+
+    @classmethod
+    def start(cls, command: Command, enter: Enter | None = None) -> WarmProcess:
+        """Fork it."""
+        process = _context().Process(target=enter or enter_worker, args=(command.argv, dict(command.env)))
+        process.start()
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """End it now."""
+        self.process.kill()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self.process.join()
+
+
 @functools.cache
 def _context() -> ForkServerContext:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -54,7 +92,7 @@ def _await(processes: Sequence[ForkServerProcess]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _enter(argv: tuple[str, ...], env: dict[str, str]) -> None:
+def enter_worker(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """The forked process: as if `argv` had been started with `env`."""
     from toolkit import worker
 

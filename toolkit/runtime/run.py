@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
-from toolkit.errors import LossNotFinite
+from toolkit.errors import LossNotFinite, Preempted
 from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
 from toolkit.run_dir import RunDir
-from toolkit.runtime import comm_timer
+from toolkit.runtime import checkpoint, comm_timer
 from toolkit.runtime.console import ConsoleSink
 from toolkit.runtime.data import Order, Samples, load_samples
-from toolkit.runtime.distributed import World, gather_objects
+from toolkit.runtime.distributed import World, gather_objects, host_group
 from toolkit.runtime.engine import ReplicaEngine
+from toolkit.runtime.keeper import CheckpointKeeper, Moving
 from toolkit.runtime.memory_meter import MemoryMeter
-from toolkit.runtime.metrics import JsonlSink, Recorder, Sink
+from toolkit.runtime.metrics import JsonlSink, Recorder, Sink, keep_until
 from toolkit.runtime.model import build_model, check_same_weights, recompute_layers
 from toolkit.runtime.tokenizer import load_tokenizer
 from toolkit.runtime.trainer import Observer, Share, train
 from toolkit.runtime.wandb_sink import WandbSink
 from toolkit.schedule import make_schedule
+from toolkit.stop import StopRequest
 
 
-def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> None:
+@dataclass(frozen=True)
+class Watched:
+    """What ties a rank to those who started it."""
+
+    console: IO[str]
+    """The terminal, for progress."""
+    stop: StopRequest
+    pulse: Moving
+
+
+def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> None:
     """Train as this rank; rank 0 records."""
+    console = watched.console
     recipe, plan = order.recipe, order.plan
     model = build_model(recipe.model, recipe.train.seed)
     samples = _samples(recipe, model.get_input_embeddings().num_embeddings)
@@ -36,7 +48,11 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> No
         recompute_layers(model)
     timer = comm_timer.install()
     engine = ReplicaEngine(model, plan, recipe.train, order.deepspeed, make_schedule(recipe.train, steps))
+    data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)
+    done, data_order = _go_on(recipe, run, world, engine, data_order, _speaker(world, console))
     recorder = Recorder(_sinks(recipe, run, console, steps) if world.rank == 0 else [])
+    if world.rank == 0:
+        recorder.go_on(keep_until(run.metrics, done))
     observer = Observer(
         recorder=recorder,
         comm=timer,
@@ -45,22 +61,74 @@ def run_rank(order: RunOrder, run: RunDir, world: World, console: IO[str]) -> No
         peak_flops=order.peak_flops * world.size,
         scales_loss=plan.precision == "fp16",
     )
+    keeper = _keeper(order, run, world, engine, data_order, watched, steps=steps, done=done)
     share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)
-    data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)
     info = {"recipe": asdict(recipe), "plan": asdict(plan), "deepspeed": order.deepspeed, "run_dir": str(run.path)}
     for sink in recorder.sinks:
         sink.start(info)
+    watched.pulse.watch(recipe.train.hang_timeout_seconds)
     started, status = time.perf_counter(), "failed"
     try:
-        train(engine, samples, data_order, share, steps, observer)
+        train(engine, samples, data_order, share, range(done, steps), observer, keeper)
         status = "done"
     except LossNotFinite:
         status = "loss_not_finite"
         raise
+    except Preempted:
+        status = "preempted"
+        raise
     finally:
-        summary = _summary(order, run, recorder, observer, status, time.perf_counter() - started)
+        summary = _summary(order, run, recorder, observer, status, time.perf_counter() - started, done)
+        summary["save_seconds"] = keeper.saver.stalls
         for sink in recorder.sinks:
             sink.finish(summary)
+
+
+def _go_on(
+    recipe: Recipe, run: RunDir, world: World, engine: ReplicaEngine, order: Order, say: checkpoint.Say
+) -> tuple[int, Order]:
+    """Steps already done, and where the data goes on: from a checkpoint, or from the start."""
+    reader = checkpoint.find(recipe.checkpoint, run.checkpoints, world, say)
+    return (0, order) if reader is None else checkpoint.resume(reader, engine.state, order, recipe, world)
+
+
+def _keeper(
+    order: RunOrder,
+    run: RunDir,
+    world: World,
+    engine: ReplicaEngine,
+    data_order: Order,
+    watched: Watched,
+    *,
+    steps: int,
+    done: int,
+) -> CheckpointKeeper:
+    saver = checkpoint.Saver(
+        root=run.checkpoints,
+        state=engine.state,
+        recipe=order.recipe,
+        plan=order.plan,
+        order=data_order,
+        world=world,
+        group=host_group(),
+        last_step=done,
+        tick=watched.pulse.move,
+    )
+    every = order.recipe.checkpoint.every
+    return CheckpointKeeper(
+        saver=saver, stop=watched.stop, pulse=watched.pulse, every=every, steps=steps, group=host_group()
+    )
+
+
+def _speaker(world: World, console: IO[str]) -> checkpoint.Say:
+    """Rank 0 speaks to the terminal and to its log; the others to theirs."""
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        if world.rank == 0:
+            print(text, file=console, flush=True)
+
+    return say
 
 
 def num_steps(recipe: Recipe, num_samples: int) -> int:
@@ -90,12 +158,12 @@ def _sinks(recipe: Recipe, run: RunDir, console: IO[str], steps: int) -> list[Si
 
 
 def _summary(
-    order: RunOrder, run: RunDir, recorder: Recorder, observer: Observer, status: str, seconds: float
-) -> Mapping[str, Any]:
+    order: RunOrder, run: RunDir, recorder: Recorder, observer: Observer, status: str, seconds: float, done: int
+) -> dict[str, Any]:
     peaks = gather_objects(observer.memory.peak_bytes) if status == "done" else [observer.memory.peak_bytes]
     return {
         "status": status,
-        "steps": recorder.last.step if recorder.last else 0,
+        "steps": recorder.last.step if recorder.last else done,
         "first_loss": recorder.first_loss,
         "final_loss": recorder.last.loss if recorder.last else None,
         "tokens": recorder.tokens,

@@ -1,87 +1,163 @@
-"""Starting worker processes and watching them: when one fails, the rest end, and the message names it."""
+"""Starting worker processes and watching them: when one fails or hangs, the rest end, and the message names it."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol
 
-from toolkit.errors import BadInput, LossNotFinite, Preempted, RankFailed, ToolkitError
-from toolkit.launch import Command, environment
+from toolkit import heartbeat
+from toolkit.errors import RankFailed
+from toolkit.heartbeat import Beat
+from toolkit.launch import PARENT, Command, environment
+from toolkit.run_dir import RunDir
+from toolkit.runtime import verdict
+from toolkit.stop import SIGNALS
 
-GRACE_SECONDS = 3.0
-"""Time that workers have to end by themselves after one of them failed."""
+GRACE_SECONDS = 1.5
+"""Time that workers have to end by themselves after one of them failed: enough to write why."""
+STARTUP_SECONDS = 900.0
+"""Time without progress before training begins (loading a model, joining) that counts as a hang."""
 POLL_SECONDS = 0.05
-TAIL_LINES = 15
+DUMP_SECONDS = 0.7
+"""Time for the stacks to reach the logs."""
 
 
-def run_all(commands: Sequence[Command], logs: Path) -> int:
-    """Start every command and wait; 0, or the exit code of the contract. Interrupts end every worker."""
-    processes = [
-        subprocess.Popen(command.argv, env=environment(command), start_new_session=True) for command in commands
-    ]
+class Process(Protocol):
+    """A started worker or launcher."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+    def wait(self) -> Any:
+        """Until it has ended."""
+
+
+def spawn(command: Command) -> Process:
+    """A fresh process in a session of its own, so that signals of the terminal do not reach it."""
+    env = environment(command)
+    if command.rank is not None:
+        env[PARENT] = str(os.getpid())
+    return subprocess.Popen(command.argv, env=env, start_new_session=True)
+
+
+def run_all(
+    commands: Sequence[Command],
+    run: RunDir,
+    hang_timeout_seconds: float = float("inf"),
+    start: Callable[[Command], Process] = spawn,
+) -> int:
+    """Start every command and wait; 0, or the exit code of the contract. Nothing that was started stays behind."""
+    shutil.rmtree(run.heartbeats, ignore_errors=True)
+    kills = verdict.oom_kills()
+    processes: list[Process] = []
     try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [index for index, code in enumerate(codes) if code]
-            if failed:
-                _await(processes, GRACE_SECONDS)  # the fault often meets all: let each say it
-                return _report(commands, [process.poll() for process in processes], failed[0], logs)
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(POLL_SECONDS)
+        processes.extend(start(command) for command in commands)
+        with _forwarded(processes, run):
+            failed = _wait(processes, run, hang_timeout_seconds)
+        if not failed:
+            return 0
+        _await(processes, GRACE_SECONDS)  # the fault often meets all: let each say it
+        codes = {c.rank: p.poll() for c, p in zip(commands, processes, strict=True) if c.rank is not None}
+        return verdict.report(codes, heartbeat.read_all(run.heartbeats), run, kills)
     finally:
-        end_all(processes)
+        end_all(processes, run)
 
 
-def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """No worker, and no child of one, stays behind."""
+def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
+    """Until all have ended well (False) or one has failed (True); a hang raises `RankFailed`."""
+    beats: dict[int, Beat] = {}
+    since = looked = time.monotonic()
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            return True
+        if all(code == 0 for code in codes):
+            return False
+        if time.monotonic() - looked > heartbeat.BEAT_SECONDS / 2:
+            looked, now = time.monotonic(), heartbeat.read_all(run.heartbeats)
+            if heartbeat.moved(beats, now):
+                since = looked
+            beats = now
+        training = bool(beats) and all(beat.phase != "starting" for beat in beats.values())
+        if time.monotonic() - since > (timeout if training else max(timeout, STARTUP_SECONDS)):
+            raise RankFailed(_hang(beats, run, time.monotonic() - since))
+        time.sleep(POLL_SECONDS)
+
+
+def _hang(beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
+    """Dump every rank's stacks into its log, and name the one that holds the others up."""
+    here = {rank: beat for rank, beat in beats.items() if verdict.is_here(beat)}
+    stopped = [rank for rank, beat in here.items() if verdict.is_stopped(beat.pid)]
+    offsets = {rank: verdict.log_size(run.log(rank)) for rank in here}
+    for rank, beat in here.items():
+        _send(beat.pid, signal.SIGUSR2)
+        if rank in stopped:
+            _send(beat.pid, signal.SIGCONT)  # a stopped process dumps only when it runs again
+    time.sleep(DUMP_SECONDS)
+    stacks = {rank: heartbeat.main_stack(verdict.log_since(run.log(rank), offsets[rank])) for rank in here}
+    return verdict.hang_message(beats, stopped, stacks, run, seconds)
+
+
+@contextmanager
+def _forwarded(processes: Sequence[Process], run: RunDir) -> Iterator[None]:
+    """Requests to stop go to the workers themselves, so that they save; launchers would rather kill them."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        beats = heartbeat.read_all(run.heartbeats)
+        pids = {beat.pid for beat in beats.values() if verdict.is_here(beat) and beat.exit_code is None}
+        for pid in pids or {process.pid for process in processes}:
+            _send(pid, signal.Signals(number))
+
+    before: dict[Any, Any] = {}
+    try:
+        for number in SIGNALS:
+            before[number] = signal.signal(number, forward)
+    except ValueError:  # not the main thread (a notebook's helper): nobody sends signals there
+        pass
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_all(processes: Sequence[Process], run: RunDir) -> None:
+    """No worker, and no child of one, stays behind. Checkpoints are safe against this, so nothing is waited for."""
+    beats = heartbeat.read_all(run.heartbeats)
     for process in processes:
-        _signal_group(process, signal.SIGTERM)
-    _await(processes, GRACE_SECONDS)
+        _send(-process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            process.kill()
+    for beat in beats.values():
+        if beat.exit_code is None and verdict.is_here(beat) and verdict.is_worker(beat.pid):
+            _send(beat.pid, signal.SIGKILL)  # a launcher may have put it into a session of its own
     for process in processes:
-        _signal_group(process, signal.SIGKILL)
         process.wait()
 
 
-def _await(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+def _await(processes: Sequence[Process], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.poll() is None for process in processes):
         time.sleep(POLL_SECONDS)
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _send(pid: int, number: signal.Signals) -> None:
+    """To a process, or with a negative id to its group."""
     try:
-        os.killpg(process.pid, number)
+        os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
         return
-
-
-def _report(commands: Sequence[Command], codes: Sequence[int | None], first: int, logs: Path) -> int:
-    """The exit code, and for a failed rank its name and last words."""
-    code = codes[first] or RankFailed.exit_code
-    spoken: tuple[type[ToolkitError], ...] = (BadInput, LossNotFinite, Preempted)
-    if code in {error.exit_code for error in spoken}:
-        return code  # the worker has said it in one message
-    rank = commands[first].rank
-    if rank is None:
-        return code if code == RankFailed.exit_code else RankFailed.exit_code
-    raise RankFailed(
-        f"rank {rank} {_cause(code)}; its log: {logs / f'rank-{rank}.log'}\n{_tail(logs / f'rank-{rank}.log')}"
-    )
-
-
-def _cause(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
-    return f"failed with exit code {code}"
-
-
-def _tail(log: Path) -> str:
-    if not log.exists():
-        return "  (no log was written)"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    return "\n".join(f"  | {line}" for line in lines)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from toolkit.errors import LossNotFinite
 from toolkit.runtime.comm_timer import CommTimer
-from toolkit.runtime.data import Order, Samples, micro_batches
+from toolkit.runtime.data import Order, Samples, micro_batches, own_share
+from toolkit.runtime.distributed import gather_objects
 from toolkit.runtime.engine import Engine, StepResult
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import Record, Recorder
@@ -23,19 +27,29 @@ class Share:
     micro_batch: int
 
 
-def train(engine: Engine, samples: Samples, order: Order, share: Share, steps: int, observer: Observer) -> None:
-    """`steps` updates on the recipe's samples."""
-    for step in range(steps):
+class Keeper(Protocol):
+    """What happens between two steps."""
+
+    def after(self, step: int) -> None:
+        """`step` steps are done: save if it is time; `Preempted` if the run was asked to stop."""
+
+
+def train(
+    engine: Engine, samples: Samples, order: Order, share: Share, steps: range, observer: Observer, keeper: Keeper
+) -> None:
+    """One update for each of `steps`, counted from 0, on the recipe's samples."""
+    for step in steps:
         started = time.perf_counter()
+        ids = order.step(step)
         batch = list(
-            micro_batches(
-                samples, order.step(step), replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch
-            )
+            micro_batches(samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch)
         )
         loaded = time.perf_counter()
         with observer.memory.step(step + 1):
             result = engine.step(batch)
         observer.record(step + 1, result, data_seconds=loaded - started, step_seconds=time.perf_counter() - started)
+        observer.check(step + 1, result, own_share(ids, replica=share.replica, replicas=share.replicas))
+        keeper.after(step + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +84,24 @@ class Observer:
                 data_seconds=data_seconds,
             )
         )
-        if not math.isfinite(loss):
-            raise LossNotFinite(f"the loss is {loss} at step {step}; lower train.lr, or look at the data of this step")
+
+    def check(self, step: int, result: StepResult, ids: np.ndarray) -> None:
+        """Stop, on every rank alike, if loss or gradient is no number; no update was made of it."""
+        loss, norm = float(result.loss), result.grad_norm
         # ZeRO skips updates whose gradient is no number, for ever and without a word; with fp16 that is how the
         # loss scale is found.
-        if not math.isfinite(result.grad_norm) and not self.scales_loss:
-            raise LossNotFinite(f"the gradient norm is {result.grad_norm} at step {step}; lower train.lr")
+        if math.isfinite(loss) and (math.isfinite(norm) or self.scales_loss):
+            return
+        bad = result.own_faults is not None and float(result.own_faults) > 0
+        found = gather_objects((ids.tolist(), bad))
+        culprits = [f"rank {rank} (samples {_few(own)})" for rank, (own, at_fault) in enumerate(found) if at_fault]
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        where = ", ".join(culprits) or f"no single rank; samples {_few([i for own, _ in found for i in own])}"
+        raise LossNotFinite(
+            f"{what} at step {step}, from {where}; no update was made of it; lower train.lr, or look at these samples"
+        )
+
+
+def _few(ids: list[int]) -> str:
+    shown = ", ".join(str(i) for i in ids[:16])
+    return shown + (f" and {len(ids) - 16} more" if len(ids) > 16 else "")

@@ -1,0 +1,83 @@
+"""Export: what Hugging Face loads is the masters in the recipe's precision, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import TINY_LLAMA, Trainer
+from toolkit import checkpoint_store as store
+from toolkit import cli
+from toolkit.runtime.checkpoint_reader import Reader
+
+SAVE = ("train.steps=2", "checkpoint.every=2")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_hugging_face_directory_bit_by_bit(train: Trainer, tmp_path: Path, tied: bool) -> None:
+    config = json.dumps({**TINY_LLAMA, "tie_word_embeddings": tied})
+    axes = ("strategy.name=zero", "strategy.zero_stage=3", "model.precision=bf16", f"model.config={config}")
+    done = train(*SAVE, *axes)
+    checkpoint = store.path_of(done.run.checkpoints, 2)
+    assert cli.main(["export", str(done.run.path), str(tmp_path / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    reader = Reader.open(checkpoint)
+    loaded = dict(model.named_parameters())
+    assert loaded.keys() == reader.index.keys()
+    for name, parameter in loaded.items():
+        assert torch.equal(parameter, reader.full(name, "weight").to(torch.bfloat16)), name
+
+
+def test_an_exported_directory_is_a_model_path(train: Trainer, tmp_path: Path) -> None:
+    done = train(*SAVE, nproc=1)
+    assert cli.main(["export", str(done.run.path), str(tmp_path / "out")]) == 0
+    again = train("train.steps=1", "model={precision: fp32, path: %s}" % (tmp_path / "out"), nproc=1)
+    whole = train("train.steps=3", nproc=1)
+    assert again.losses[0] < whole.losses[0]
+
+
+def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(
+        __import__("transformers").AutoConfig.for_model(
+            "llama", **{k: v for k, v in TINY_LLAMA.items() if k != "model_type"}
+        )
+    )
+    base.save_pretrained(tmp_path / "base")
+    axes = ("model={precision: fp32, path: %s, lora: {rank: 4}}" % (tmp_path / "base"), "train.lr=0.1")
+    done = train(*SAVE, *axes)
+    assert cli.main(["export", str(done.run.path), str(tmp_path / "adapter")]) == 0
+    assert cli.main(["export", str(done.run.path), str(tmp_path / "merged"), "--merge"]) == 0
+    ids = torch.arange(20)[None]
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        before, one, other = base(ids).logits, adapted(ids).logits, merged(ids).logits
+    assert not torch.allclose(before, one, atol=1e-4)
+    assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_damaged_checkpoint_and_a_full_directory_are_refused(
+    train: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = train(*SAVE, nproc=1)
+    checkpoint = store.path_of(done.run.checkpoints, 2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("precious")
+    assert cli.main(["export", str(checkpoint), str(tmp_path / "full")]) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert cli.main(["verify", str(done.run.path)]) == 0
+    assert "whole: step 2" in capsys.readouterr().out
+    with (checkpoint / "rank-00000-0.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    for command in (["verify", str(checkpoint)], ["export", str(checkpoint), str(tmp_path / "out")]):
+        assert cli.main(command) == 2
+        assert "rank-00000-0.safetensors: has 1000 bytes" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

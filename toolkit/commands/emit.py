@@ -1,0 +1,48 @@
+"""`toolkit emit`: the launch files of a plan, to run without us."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from toolkit.commands.common import add_recipe_arguments, read_recipe
+from toolkit.emit import TARGETS, Emission, files, fixed_recipe
+from toolkit.errors import BadInput
+from toolkit.resolve import resolve
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_recipe_arguments(parser)
+    parser.add_argument("--for", dest="target", required=True, choices=tuple(TARGETS), help="who starts the job")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write into")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan, then write the files."""
+    resolved = resolve(read_recipe(args), args.nproc)
+    plan, cluster = resolved.chosen.plan, resolved.job.cluster
+    if args.target == "accelerate" and plan.pp > 1:
+        raise BadInput("--for", "accelerate has no pipeline; use --for deepspeed or torchrun, or fix strategy.pp=1")
+    recipe = fixed_recipe(resolved.recipe, plan, cluster)
+    emission = Emission(recipe=recipe, plan=resolved.plan_json(), deepspeed=resolved.deepspeed, cluster=cluster)
+    _write(args.out, files(args.target, emission))
+    Console().print(
+        f"{plan.describe()}\nwritten to {args.out}; start it with {args.out / 'launch.sh'}", highlight=False
+    )
+    return 0
+
+
+def _write(out: Path, contents: dict[str, str]) -> None:
+    present = [name for name in contents if (out / name).exists()]
+    if present:
+        raise BadInput("--out", f"{out} has {present[0]} already; choose another directory, or remove it")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (out / name).write_text(text, encoding="utf-8")
+            (out / name).chmod(0o755 if name == "launch.sh" else 0o644)
+    except OSError as error:
+        raise BadInput("--out", f"{out} can't be written: {error.strerror}") from None

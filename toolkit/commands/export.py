@@ -1,0 +1,42 @@
+"""`toolkit export`: a checkpoint as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from toolkit import checkpoint_store as store
+from toolkit.checkpoint_format import MANIFEST
+from toolkit.errors import BadInput
+from toolkit.run_dir import RunDir
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run: its newest")
+    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory to make")
+    parser.add_argument("--merge", action="store_true", help="LoRA: merge the adapters into the base")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model of the recipe"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the directory."""
+    checkpoint = newest(args.checkpoint)
+    from toolkit.runtime.export import export
+
+    recipe = export(checkpoint, args.out, merge=args.merge, trust_remote_code=args.trust_remote_code)
+    print(f"{checkpoint} → {args.out} ({recipe.model.precision})")
+    return 0
+
+
+def newest(given: Path) -> Path:
+    """A checkpoint's own path, or the newest of a run directory."""
+    if (given / MANIFEST).is_file():
+        return given
+    for root in (RunDir(given).checkpoints, given):
+        found = store.steps(root)
+        if found:
+            return store.path_of(root, found[0])
+    raise BadInput(str(given), "holds no checkpoint; give a checkpoint or a run directory that has some")

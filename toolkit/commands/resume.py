@@ -1,0 +1,54 @@
+"""`toolkit resume`: go on with a run, under the same or any other strategy and number of processes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from toolkit import launch
+from toolkit.commands.common import positive, show_decision
+from toolkit.commands.session import add_restart_argument, start
+from toolkit.errors import BadInput
+from toolkit.preflight import check
+from toolkit.recipe_file import load_recipe
+from toolkit.resolve import resolve
+from toolkit.run_dir import RunDir
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="run directory")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change, parsed as YAML")
+    parser.add_argument("--nproc", type=positive, metavar="N", help="processes; default: as many as before")
+    parser.add_argument(
+        "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
+    )
+    add_restart_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan again for the processes at hand, then launch into the same directory."""
+    directory = RunDir(args.run_dir)
+    if not directory.recipe.is_file():
+        raise BadInput(str(args.run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
+    console = Console()
+    recipe = load_recipe(directory.recipe, ["checkpoint.resume=auto", *args.overrides])
+    recipe = check(recipe, launch.environment(), console.print)
+    if recipe.checkpoint.resume != "auto":
+        raise BadInput("checkpoint.resume", f"{recipe.checkpoint.resume!r} given; `toolkit resume` goes on by `auto`")
+    resolved = resolve(recipe, args.nproc or _devices(directory))
+    _ = resolved.chosen
+    show_decision(resolved.decision, console, top=1)
+    return start(resolved, args.run_dir, args.launcher, console, max_restarts=args.max_restarts, go_on=True)
+
+
+def _devices(directory: RunDir) -> int | None:
+    """As many processes as the last plan had."""
+    try:
+        plan = json.loads(directory.plan.read_text(encoding="utf-8"))
+        return int(plan["islands"] * plan["dp"] * plan["tp"] * plan["pp"] * plan["sp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

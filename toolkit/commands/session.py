@@ -1,0 +1,84 @@
+"""Starting a planned run on this host, and starting it again after a failure."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from toolkit import checkpoint_store as store
+from toolkit import launch
+from toolkit.errors import BadInput, NoPlanFits, RankFailed
+from toolkit.resolve import Resolved, resolve
+from toolkit.run_dir import RunDir
+
+
+def add_restart_argument(parser: argparse.ArgumentParser) -> None:
+    """--max-restarts."""
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a rank fails, go on from the last checkpoint, at most N times; a second failure without progress "
+        "takes fewer processes (default 0)",
+    )
+
+
+def start(
+    resolved: Resolved, path: Path, launcher: str, console: Console, *, max_restarts: int = 0, go_on: bool = False
+) -> int:
+    """Write the run directory, launch, watch; the exit code of the contract."""
+    seen = newest(path)
+    for left in range(max_restarts, -1, -1):
+        nproc = resolved.chosen.plan.devices
+        run = resolved.write(path, go_on=go_on or left < max_restarts)
+        _write_accelerate(run, resolved, nproc)
+        console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
+        try:
+            return _launch(resolved, run, launcher, nproc)
+        except RankFailed as error:
+            if not left:
+                raise
+            console.print(str(error), highlight=False, markup=False)
+        reached = newest(path)
+        if reached == seen and left < max_restarts:
+            resolved = _smaller(resolved, nproc)
+        seen = reached
+        console.print(
+            f"starting again from {'the beginning' if seen is None else f'step {seen}'} with "
+            f"{resolved.chosen.plan.devices} processes; restarts left: {left - 1}",
+            highlight=False,
+        )
+    raise AssertionError("the last attempt returns or raises")
+
+
+def newest(path: Path) -> int | None:
+    """Step of the newest checkpoint of a run."""
+    return next(iter(store.steps(RunDir(path).checkpoints)), None)
+
+
+def _launch(resolved: Resolved, run: RunDir, launcher: str, nproc: int) -> int:
+    from toolkit.runtime.supervise import run_all
+
+    commands = launch.commands(launcher, run.path, nproc, resolved.job.cluster.device.backend)
+    return run_all(commands, run, resolved.recipe.train.hang_timeout_seconds)
+
+
+def _smaller(resolved: Resolved, nproc: int) -> Resolved:
+    """The largest world below `nproc` that the recipe has a plan for; the same if there is none."""
+    for fewer in range(nproc - 1, 0, -1):
+        try:
+            candidate = resolve(resolved.recipe, fewer)
+            _ = candidate.chosen
+        except (BadInput, NoPlanFits):
+            continue
+        return candidate
+    return resolved
+
+
+def _write_accelerate(run: RunDir, resolved: Resolved, nproc: int) -> None:
+    config = launch.accelerate_config(run.deepspeed, nproc, resolved.job.cluster.device.backend)
+    (run.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

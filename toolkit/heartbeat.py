@@ -1,0 +1,112 @@
+"""What a rank tells about itself while it runs: one small file a rank, rewritten twice a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+BEAT_SECONDS = 0.5
+_COLLECTIVES = re.compile(
+    r"File \"[^\"]*(?:distributed|deepspeed/comm)[^\"]*\", line \d+ in "
+    r"(all_reduce\w*|all_gather\w*|reduce_scatter\w*|reduce|broadcast\w*|barrier|all_to_all\w*|send|recv|gather\w*|wait)\b"
+)
+_LOST = re.compile(
+    r"closed by peer|connection reset|broken pipe|connection refused|socket|gloo|nccl|store", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """The state of one rank."""
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    """Of the host's clock, when this was written."""
+    step: int = 0
+    """Steps that are done."""
+    phase: str = "starting"
+    """`starting`, `training`, `saving` or `ended`."""
+    progress: int = 0
+    """Grows whenever something gets done; a rank that hangs stays at one number."""
+    exit_code: int | None = None
+    """Set when the rank ends by itself."""
+    error: str = ""
+    """Type and message of what ended it."""
+
+    @property
+    def lost_others(self) -> bool:
+        """Whether the rank ended because another one had gone: it is a witness, not the cause."""
+        return bool(self.error) and bool(_LOST.search(self.error))
+
+
+def path_of(directory: Path, rank: int) -> Path:
+    """Where a rank's beat is."""
+    return directory / f"rank-{rank}.json"
+
+
+def write(directory: Path, beat: Beat) -> None:
+    """Replace a rank's beat at once."""
+    path = path_of(directory, beat.rank)
+    temporary = path.with_suffix(f".{beat.pid}.tmp")
+    temporary.write_text(json.dumps(asdict(beat)), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_all(directory: Path) -> dict[int, Beat]:
+    """Every rank's last beat."""
+    known = {f.name for f in fields(Beat)}
+    beats = {}
+    for path in sorted(directory.glob("rank-*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            beat = Beat(**{key: value for key, value in values.items() if key in known})
+        except (OSError, ValueError, TypeError):  # being replaced, or not ours
+            continue
+        beats[beat.rank] = beat
+    return beats
+
+
+def collective_of(stack: str) -> str:
+    """The collective that a dumped stack waits in; empty if it is in none."""
+    match = _COLLECTIVES.search(stack)
+    return match[1] if match else ""
+
+
+def main_stack(dump: str) -> str:
+    """The part of a dump that is the worker's own thread: the last one that entered through the worker."""
+    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", dump)
+    own = [thread for thread in threads if "toolkit/worker.py" in thread]
+    return own[-1] if own else ""
+
+
+def place_of(stack: str) -> str:
+    """The innermost line of a stack, as `file:line in function`."""
+    match = re.search(r'File "([^"]+)", line (\d+) in (\S+)', stack)
+    return f"{match[1]}:{match[2]} in {match[3]}" if match else "an unknown place"
+
+
+def culprits(stopped: Iterable[int], waiting: dict[int, str], beats: dict[int, Beat]) -> list[int]:
+    """Which ranks hold the others up: those that are stopped; else those in no collective; else those behind."""
+    found = sorted(stopped)
+    if not found:
+        found = sorted(rank for rank, collective in waiting.items() if not collective)
+    if not found and beats:
+        least = min(beat.progress for beat in beats.values())
+        found = sorted(rank for rank, beat in beats.items() if beat.progress == least)
+    return found
+
+
+def moved(before: dict[int, Beat], after: dict[int, Beat]) -> bool:
+    """Whether any rank got something done between two looks."""
+    return any(rank not in before or beat.progress != before[rank].progress for rank, beat in after.items())
+
+
+def ended(beat: Beat, code: int, error: str, now: float) -> Beat:
+    """A rank's last beat."""
+    return replace(beat, phase="ended", exit_code=code, error=error, time=now, progress=beat.progress + 1)

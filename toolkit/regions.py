@@ -1,0 +1,168 @@
+"""Which elements of a parameter a tensor holds: runs of the flattened full parameter, in the tensor's own order.
+
+A flat range is one run; a slice along any dim is one strided run; ZeRO's cut through a tensor shard is a part of
+that. So every layout of every strategy is a list of runs, and going from one to another is an intersection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` pieces of `length` elements each, `stride` apart."""
+
+    start: int
+    """Flat index of the first element in the full parameter."""
+    length: int
+    """Elements of one piece."""
+    stride: int = 0
+    """From the start of a piece to the start of the next."""
+    count: int = 1
+    """Number of pieces."""
+
+    @property
+    def size(self) -> int:
+        """All elements."""
+        return self.length * self.count
+
+
+Region = tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Elements that two regions share, side by side in both."""
+
+    first: int
+    """Where they begin in the first region's order."""
+    second: int
+    """Where they begin in the second region's order."""
+    length: int
+
+
+def flat(start: int, stop: int) -> Region:
+    """The elements from `start` to `stop` of the flattened parameter."""
+    return (Run(start, stop - start),) if stop > start else ()
+
+
+def box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Region:
+    """The sub-tensor with these offsets and lengths, in row-major order: a tensor shard."""
+    if math.prod(lengths) == 0:
+        return ()
+    cut = max((dim for dim in range(len(shape)) if lengths[dim] != shape[dim]), default=None)
+    if cut is None:
+        return flat(0, math.prod(shape))
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    length = lengths[cut] * strides[cut]
+    if cut == 0:
+        return flat(offsets[0] * strides[0], offsets[0] * strides[0] + length)
+    first = offsets[cut] * strides[cut]
+    outer = itertools.product(*(range(offsets[d], offsets[d] + lengths[d]) for d in range(cut - 1)))
+    above = cut - 1
+    return tuple(
+        Run(
+            first + offsets[above] * strides[above] + sum(i * strides[d] for d, i in enumerate(index)),
+            length,
+            strides[above],
+            lengths[above],
+        )
+        for index in outer
+    )
+
+
+def size(region: Region) -> int:
+    """Elements of a region."""
+    return sum(run.size for run in region)
+
+
+def take(region: Region, start: int, stop: int) -> Region:
+    """The part of a region from its element `start` to `stop`, counted in its own order."""
+    parts: list[Run] = []
+    begin = 0
+    for run in region:
+        low, high = max(start - begin, 0), min(stop - begin, run.size)
+        if low < high:
+            parts.extend(_take_run(run, low, high))
+        begin += run.size
+    return tuple(parts)
+
+
+def _take_run(run: Run, low: int, high: int) -> Iterator[Run]:
+    """A run's elements from `low` to `high`: the end of a piece, whole pieces, the beginning of a piece."""
+    first, head = divmod(low, run.length)
+    last, tail = divmod(high, run.length)
+    if first == last:
+        yield Run(run.start + first * run.stride + head, tail - head)
+        return
+    if head:
+        yield Run(run.start + first * run.stride + head, run.length - head)
+        first += 1
+    if last > first:
+        count = last - first
+        yield Run(run.start + first * run.stride, run.length, run.stride if count > 1 else 0, count)
+    if tail:
+        yield Run(run.start + last * run.stride, tail)
+
+
+def overlaps(first: Region, second: Region) -> Iterator[Overlap]:
+    """What two regions of one parameter share, by rising place in the parameter."""
+    mine, theirs = _segments(first), _segments(second)
+    i = j = 0
+    while i < len(mine) and j < len(theirs):
+        (start_a, length_a, local_a), (start_b, length_b, local_b) = mine[i], theirs[j]
+        low, high = max(start_a, start_b), min(start_a + length_a, start_b + length_b)
+        if low < high:
+            yield Overlap(local_a + low - start_a, local_b + low - start_b, high - low)
+        if start_a + length_a <= start_b + length_b:
+            i += 1
+        else:
+            j += 1
+
+
+def _segments(region: Region) -> list[tuple[int, int, int]]:
+    """(place in the parameter, length, place in the region) of every piece, by rising place in the parameter."""
+    found: list[tuple[int, int, int]] = []
+    local = 0
+    for run in region:
+        if run.stride == run.length or run.count == 1:
+            found.append((run.start, run.size, local))
+        else:
+            found.extend((run.start + i * run.stride, run.length, local + i * run.length) for i in range(run.count))
+        local += run.size
+    return sorted(found)
+
+
+def cover(regions: Sequence[Region], numel: int) -> str | None:
+    """What is wrong if the regions together do not make a parameter of `numel` elements exactly once."""
+    end = 0
+    for start, length, _ in sorted(segment for region in regions for segment in _segments(region)):
+        if start != end:
+            return f"elements {end} to {start} are missing" if start > end else f"element {start} stands twice"
+        end = start + length
+    return None if end == numel else f"{end} elements are there; {numel} are required"
+
+
+def to_json(region: Region) -> list[list[int]]:
+    """`[start, length]`, or `[start, length, stride, count]`, for each run."""
+    return [
+        [run.start, run.length] if run.count == 1 else [run.start, run.length, run.stride, run.count] for run in region
+    ]
+
+
+def from_json(given: object) -> Region:
+    """The region of `to_json`; `ValueError` if it is none."""
+    if not isinstance(given, list):
+        raise ValueError("runs are not a list")
+    runs = []
+    for item in given:
+        if not isinstance(item, list) or len(item) not in (2, 4) or not all(type(n) is int and n >= 0 for n in item):
+            raise ValueError(f"{item!r} is not a run")
+        runs.append(Run(*item))
+        if runs[-1].length < 1 or runs[-1].count < 1:
+            raise ValueError(f"{item!r} is an empty run")
+    return tuple(runs)

@@ -1,0 +1,126 @@
+"""A checkpoint as a Hugging Face directory: the masters cast to the recipe's precision, bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from toolkit.checkpoint_format import faults
+from toolkit.errors import BadInput
+from toolkit.recipe import Lora, Model, Recipe
+from toolkit.recipe_file import load_recipe
+from toolkit.runtime import safetensors_writer
+from toolkit.runtime.checkpoint_reader import Reader
+from toolkit.runtime.fragments import BUFFER, WEIGHT
+from toolkit.runtime.model import build_model, load_config
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHARD_SIZE = "5GB"
+
+
+def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_code: bool = False) -> Recipe:
+    """Write `out`, which `from_pretrained` loads; the checkpoint is verified first. The recipe of the run."""
+    damaged = faults(checkpoint)
+    if damaged:
+        raise BadInput(f"{checkpoint} is damaged", damaged)
+    recipe = load_recipe(checkpoint / "recipe.yaml")
+    # A checkpoint may come from anyone: whether code that comes with a model runs is the caller's to say.
+    section = replace(recipe.model, trust_remote_code=trust_remote_code)
+    if merge and section.lora is None:
+        raise BadInput("--merge", "the run trained no adapters; leave it out")
+    reader, dtype = Reader.open(checkpoint), DTYPES[section.precision]
+    writing = _begin(out)
+    if section.lora is None:
+        _full_model(reader, section, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
+    elif merge:
+        _merged(reader, section, recipe.train.seed, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
+    else:
+        _write_adapter(reader, section, section.lora, dtype, writing)
+    _write_tokenizer(recipe, writing, trust_remote_code)
+    writing.rename(out)
+    return recipe
+
+
+def _begin(out: Path) -> Path:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(str(out), "already exists and is not empty; choose another directory")
+    if out.exists():
+        out.rmdir()
+    writing = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(str(out), f"can't be made: {error.strerror}") from None
+    return writing
+
+
+def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with every weight from the checkpoint; nothing is initialised first."""
+    config = load_config(section)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+    expected = {name for name, _ in model.named_parameters()}
+    found = {name for name, parameter in reader.index.items() if WEIGHT in parameter.kinds()}
+    if expected != found:
+        odd = sorted(expected ^ found)
+        raise BadInput(
+            str(reader.path), f"does not hold the model of its recipe: {odd[0]} and {len(odd) - 1} more differ"
+        )
+    for name in sorted(reader.index):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if name in found:
+            value = reader.full(name, WEIGHT).to(dtype)
+            module.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
+        else:
+            module.register_buffer(leaf, reader.full(name, BUFFER))
+    model.tie_weights()
+    return model
+
+
+def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Base and adapters as one model; merged in fp32, then cast."""
+    model: Any = build_model(section, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(reader.full(name, WEIGHT))
+    return model.merge_and_unload().to(dtype)
+
+
+def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtype, out: Path) -> None:
+    """What peft's `PeftModel.from_pretrained` loads onto the base."""
+    from peft import LoraConfig
+
+    weights = {name.replace(".default.", "."): reader.full(name, WEIGHT).to(dtype) for name in sorted(reader.index)}
+    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in reader.index}
+    safetensors_writer.write(out / "adapter_model.safetensors", weights, {"format": "pt"})
+    LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=section.path,
+        inference_mode=True,
+    ).save_pretrained(out)
+
+
+def _write_tokenizer(recipe: Recipe, out: Path, trust_remote_code: bool) -> None:
+    """Beside the weights, where the run had one that can be saved; bytes need none."""
+    source = recipe.data.tokenizer or recipe.model.path
+    if source is None or source == "bytes":
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return
+    tokenizer.save_pretrained(out)

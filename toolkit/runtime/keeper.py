@@ -1,0 +1,49 @@
+"""Between two steps: save when it is due, stop when any rank was asked to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from toolkit.errors import Preempted
+from toolkit.runtime.checkpoint import Saver
+from toolkit.runtime.distributed import all_max
+from toolkit.stop import StopRequest
+
+
+class Moving(Protocol):
+    """Told what a rank gets done: see `Pulse`."""
+
+    def watch(self, timeout_seconds: float) -> None:
+        """Training begins."""
+
+    def move(self, *, step: int | None = None, phase: str | None = None) -> None:
+        """Something was done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointKeeper:
+    """Saves every `every` steps and after the last; a stop request is agreed on by all ranks, then saved."""
+
+    saver: Saver
+    stop: StopRequest
+    pulse: Moving
+    every: int
+    """0: no checkpoints but the one of a stop request."""
+    steps: int
+    group: Any = None
+
+    def after(self, step: int) -> None:
+        self.pulse.move(step=step, phase="training")
+        number = torch.tensor(int(self.stop.signal or 0))
+        stopping = int(all_max(number, self.group)) if step < self.steps else 0
+        if stopping or (self.every and (step % self.every == 0 or step == self.steps)):
+            self.pulse.move(phase="saving")
+            self.saver.save(step)
+            self.pulse.move(phase="training")
+        if stopping or step == self.steps:
+            self.saver.wait()
+        if stopping:
+            raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")
