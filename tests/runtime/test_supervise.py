@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runtime.suicidal import kill_point, suicidal
 from toolkit import checkpoint_store as store
 from toolkit import heartbeat, launch
 from toolkit.commands.verify import check
@@ -50,6 +52,7 @@ def watched(recipe_mapping: dict[str, Any], tmp_path: Path) -> Watched:
         into: str = "run",
         nproc: int = 2,
         enter: Enter | None = None,
+        env: dict[str, str] | None = None,
     ) -> Outcome:
         resolved = resolve(make_recipe(recipe_mapping, overrides), nproc)
         run = resolved.write(tmp_path / into, go_on=(tmp_path / into).exists())
@@ -68,7 +71,7 @@ def watched(recipe_mapping: dict[str, Any], tmp_path: Path) -> Watched:
         pids: list[int] = []
 
         def start(command: launch.Command) -> WarmProcess:
-            process = WarmProcess.start(command, enter)
+            process = WarmProcess.start(replace(command, env={**command.env, **(env or {})}), enter)
             pids.append(process.pid)
             return process
 
@@ -173,7 +176,7 @@ def test_a_rank_that_never_comes_back_is_named(watched: Watched) -> None:
 
 def test_a_bare_worker_ends_a_hang_by_itself(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without our supervisor: the ranks that wait dump their stacks, say who is silent, and exit."""
-    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(20) or "")
+    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(9) or "")
     done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=1")
     assert heartbeat.read_all(done.run.heartbeats)[0].exit_code == 4
     assert "nothing was done for" in heartbeat.read_all(done.run.heartbeats)[0].error
@@ -226,23 +229,22 @@ def test_no_update_is_made_of_what_is_no_number(watched: Watched, stage: int, pr
     assert "no update was made" in log
 
 
-def test_twenty_kills_at_random_instants_lose_nothing(watched: Watched) -> None:
+def test_twenty_kills_lose_nothing(watched: Watched) -> None:
     """Half of them inside a save. After each, what is there is whole, and the end is that of an undisturbed run."""
     rng = random.Random(0)
-    steps, every = 60, 2
+    steps, every = 90, 2
     axes = ("strategy.name=zero", "strategy.zero_stage=2", f"train.steps={steps}", f"checkpoint.every={every}")
     undisturbed = watched(None, *axes, into="undisturbed")
     inside = 0
     for number in range(20):
-        done = watched(_killer(rng, in_save=number % 2 == 0), *axes, into="killed")
-        if done.code == 0:
-            break
+        point = kill_point(rng, in_save=number % 2 == 0)
+        done = watched(None, *axes, into="killed", enter=suicidal, env={"KILL": point})
+        assert done.code == 4
         inside += bool(list(done.run.checkpoints.glob(".writing*")))
         assert_whole_and_recent(done, every)
     done = watched(None, *axes, into="killed")
     assert done.code == 0
-    assert number >= 15, "the run ended before it was killed often enough"
-    assert inside >= 3
+    assert inside >= 5
     assert done.losses == undisturbed.losses
 
 
@@ -250,18 +252,3 @@ def assert_whole_and_recent(done: Outcome, every: int) -> None:
     found = store.steps(done.run.checkpoints)
     assert all(check(store.path_of(done.run.checkpoints, step)) == [] for step in found)
     assert max(done.losses, default=0) - (found[0] if found else 0) <= every
-
-
-def _killer(rng: random.Random, *, in_save: bool) -> Callable[[RunDir], None]:
-    def kill(run: RunDir) -> None:
-        before = store.steps(run.checkpoints)
-        beats = at_step(run, 0)
-        time.sleep(rng.random() * 0.05)
-        while in_save and not list(run.checkpoints.glob(".writing*")):
-            time.sleep(0.0005)
-        while not in_save and store.steps(run.checkpoints) == before:  # some progress, so that the run ends one day
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.004)
-        os.kill(beats[rng.randrange(2)].pid, signal.SIGKILL)
-
-    return kill
