@@ -1,4 +1,4 @@
-"""A worker that kills itself with SIGKILL at a chosen instant, so that no instant of a save is left out."""
+"""Workers with a planted fault: SIGKILL at a chosen instant, so that no instant of a save is left out; no numbers."""
 
 from __future__ import annotations
 
@@ -70,3 +70,15 @@ def die_in_step(when: float) -> None:
         return original(self, micro)
 
     ReplicaEngine._loss_sum = loss_sum  # type: ignore[method-assign]
+
+
+def poison(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """From step 3 on, rank 1's loss is no number."""
+    original, count = ReplicaEngine._loss_sum, [0]
+
+    def loss_sum(self: Any, micro: Any) -> Any:
+        count[0] += 1
+        return original(self, micro) * (float("nan") if env["RANK"] == "1" and count[0] >= 3 else 1.0)
+
+    ReplicaEngine._loss_sum = loss_sum  # type: ignore[method-assign]
+    enter_worker(argv, env)
