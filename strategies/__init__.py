@@ -7,12 +7,22 @@ from importlib.metadata import entry_points
 
 from strategies.base import Proposal, Strategy
 from strategies.data_parallel import DataParallel
+from strategies.expert_parallel import ExpertParallel
+from strategies.hybrid import Hybrid
+from strategies.pipeline import Pipeline
+from strategies.sequence_parallel import SequenceParallel
+from strategies.tensor_parallel import TensorParallel
 from strategies.zero import Zero
 from toolkit.plan import Job
 
 STRATEGIES: dict[str, Strategy] = {
     "data_parallel": DataParallel(),
     "zero": Zero(),
+    "tensor_parallel": TensorParallel(),
+    "pipeline": Pipeline(),
+    "hybrid": Hybrid(),
+    "sequence_parallel": SequenceParallel(),
+    "expert_parallel": ExpertParallel(),
 }
 
 

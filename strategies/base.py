@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from toolkit import compat
 from toolkit.plan import Job, Plan, Refusal
+from toolkit.stages import pipeline_bounds
 
 Proposal = Plan | Refusal
 
@@ -100,12 +101,27 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
         return
     share = job.workload.global_batch // dp
     for micro_batch, group in itertools.product(divisors(share), _groups(job, dp, axes)):
-        batches = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
+        batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
         if any(job.fixed.get(name, value) != value for name, value in batches.items()):
             continue
-        plan = Plan(strategy=strategy, dp=dp, zero_group=group, precision=job.workload.precision, **batches, **axes)
+        plan = Plan(
+            strategy=strategy,
+            dp=dp,
+            zero_group=group,
+            precision=job.workload.precision,
+            pipeline_bounds=_bounds(job, axes["pp"]),
+            **batches,
+            **axes,
+        )
         reason = compat.refusal(plan, job)
         yield Refusal(strategy, reason, plan) if reason else plan
+
+
+def _bounds(job: Job, pp: int) -> tuple[int, ...]:
+    """Where the stages begin: as the recipe says, or balanced."""
+    if pp == 1:
+        return ()
+    return tuple(job.fixed.get("pipeline_bounds") or pipeline_bounds(job.model, pp, job.workload.seq_len))
 
 
 def _batch_fault(job: Job, dp: int, replica: int) -> str | None:

@@ -24,7 +24,7 @@ class ExpertParallel:
     def propose(self, job: Job) -> Iterator[Proposal]:
         """Every legal size with ZeRO 0 to 2."""
         if not job.model.experts:
-            yield Refusal(self.name, "the model has no experts")
+            yield Refusal(self.name, f"{job.model.model_type} has no experts to spread: it is a dense model")
             return
         for ep in expert_sizes(self.name, job):
             if isinstance(ep, Refusal):
@@ -33,5 +33,5 @@ class ExpertParallel:
             yield from plans(self.name, job, Space(ep=(ep,), zero_stage=(0, 1, 2)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two ranks for the experts."""
-        return {} if devices % 2 else {self.name: {"ep": 2, "zero_stage": 1}}
+        """Two ranks for the experts, under ZeRO 0 to 2."""
+        return {} if devices % 2 else {f"experts-2+zero-{stage}": {"ep": 2, "zero_stage": stage} for stage in range(3)}

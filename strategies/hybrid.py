@@ -23,7 +23,7 @@ class Hybrid:
     name: str = "hybrid"
     summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
     axes: tuple[str, ...] = (
-        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute",
+        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute", "pipeline_bounds",
     )  # fmt: skip
     needs: str = "what its axes need, and tp·pp·sp devices a replica"
     refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
@@ -39,8 +39,10 @@ class Hybrid:
                 yield from plans(self.name, job, Space(tp=(tp,), pp=(pp,), sp=(sp,), zero_stage=_stages(job, pp)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two by two."""
-        return {} if devices % 4 else {self.name: {"tp": 2, "pp": 2, "zero_stage": 1}}
+        """Two by two, and replicas with the rest, with and without sharded states."""
+        if devices % 4:
+            return {}
+        return {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
 
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from strategies.base import divisors
 from toolkit.plan import Job, Refusal
+from toolkit.stages import bounds_fault
 
 NODES_OF_TENSOR_PARALLEL = 2
 """Tensor parallelism across more nodes than this never pays."""
@@ -28,9 +29,12 @@ def tensor_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 
 def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
     """Sizes of `pp` beyond 1: every stage needs a layer."""
+    given = job.fixed.get("pipeline_bounds")
     for pp in _asked(job, "pp", [size for size in divisors(job.cluster.devices) if size > 1]):
         if pp > job.model.layers:
             yield Refusal(strategy, f"{pp} stages need at least {pp} layers; the model has {job.model.layers}")
+        elif given and (fault := bounds_fault(given, job.model.layers, pp)):
+            yield Refusal(strategy, f"strategy.pipeline_bounds: {fault}")
         else:
             yield pp
 

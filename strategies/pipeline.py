@@ -18,7 +18,16 @@ class Pipeline:
 
     name: str = "pipeline"
     summary: str = "consecutive layers on consecutive devices; micro-batches follow each other through them"
-    axes: tuple[str, ...] = ("dp", "pp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute")
+    axes: tuple[str, ...] = (
+        "dp",
+        "pp",
+        "zero_stage",
+        "zero_group",
+        "micro_batch",
+        "grad_accum",
+        "recompute",
+        "pipeline_bounds",
+    )
     needs: str = "at least as many layers as stages, and several micro-batches a step"
     refuses: str = "ZeRO 2 and 3; more stages than layers"
 
@@ -32,7 +41,7 @@ class Pipeline:
             yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two stages, with and without sharded states."""
-        if devices % 2:
-            return {}
-        return {f"{self.name}-{stage}": {"pp": 2, "zero_stage": stage} for stage in (0, 1)}
+        """Two stages and, where they fit, four, with and without sharded states."""
+        sizes = [size for size in (2, 4) if devices % size == 0]
+        cases = [(pp, stage) for pp in sizes for stage in (0, 1)]
+        return {f"pipeline-{pp}+zero-{z}": {"pp": pp, "zero_stage": z, "grad_accum": 2} for pp, z in cases}

@@ -30,7 +30,5 @@ class SequenceParallel:
             yield from plans(self.name, job, Space(sp=(sp,), zero_stage=(0, 1, 2, 3)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two ranks a sequence, with ZeRO 1 and 3."""
-        if devices % 2:
-            return {}
-        return {f"{self.name}-{stage}": {"sp": 2, "zero_stage": stage} for stage in (1, 3)}
+        """Two ranks a sequence under every stage of ZeRO."""
+        return {} if devices % 2 else {f"sequence-2+zero-{stage}": {"sp": 2, "zero_stage": stage} for stage in range(4)}

@@ -30,7 +30,7 @@ class TensorParallel:
             yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two ranks a replica, with and without sharded states."""
-        if devices % 2:
-            return {}
-        return {f"{self.name}-{stage}": {"tp": 2, "zero_stage": stage} for stage in (0, 1)}
+        """Two ranks a replica under every stage of ZeRO; four under the first."""
+        sizes = [size for size in (2, 4) if devices % size == 0]
+        cases = [(tp, stage) for tp in sizes for stage in (range(4) if tp == 2 else (0,))]
+        return {f"tensor-{tp}+zero-{stage}": {"tp": tp, "zero_stage": stage} for tp, stage in cases}

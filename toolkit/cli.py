@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
     "export": "write a checkpoint as a Hugging Face directory",
     "doctor": "check this machine, and say how to fix what is wrong",
     "parity": "run a recipe under each strategy against one process and compare losses and gradient norms",
+    "coverage": "train tiny models of every type under each strategy against one process",
     "scale": "scaling curves of a recipe over numbers of devices, strategy by strategy",
     "validate": "the cost model's predictions against measurements in a CSV file",
     "probe": "measure this machine: matmul, memory, collectives; write a cluster file",

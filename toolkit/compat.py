@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from toolkit.plan import Job, Plan
 
 Version = tuple[int, ...]
+AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
+"""Model types that DeepSpeed (0.19) spreads experts of."""
 ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 
 
@@ -35,6 +37,30 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.pp > 1 and plan.zero_stage > 1,
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.sp > 1 and plan.tp * plan.pp > 1,
+        reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.tp * plan.pp * plan.sp > 1,
+        reason="expert parallel runs with data parallel and ZeRO only",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
+        reason="expert parallel is offered with ZeRO 0 to 2: expert and other parameters are sharded over other groups",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
+        reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
+        reason="offload is offered with data parallel and ZeRO only: parity under tensor or pipeline axes is not shown",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.lora_rank > 0,
+        reason="LoRA adapters are added to whole linear layers; use data_parallel or zero",
     ),
     Rule(
         forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,

@@ -36,6 +36,8 @@ def deepspeed_config(
         # vectorised and without a compiler, so DeepSpeed's own (built on first use) is not forced.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
+        **_pipeline(plan),
+        **({"expert_parallel": {"enabled": True, "autoep_size": plan.ep}} if plan.ep > 1 else {}),
         **_precision(plan),
     }
 
@@ -109,6 +111,11 @@ def _variants(plan: Plan) -> dict[str, Any]:
     if plan.zero_quantized in ("gradients", "both"):
         config["zero_quantized_gradients"] = True
     return config
+
+
+def _pipeline(plan: Plan) -> dict[str, Any]:
+    """Tensor ranks send their activations whole: in slices, DeepSpeed takes one tensor only over a border."""
+    return {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if plan.pp > 1 else {}
 
 
 def _precision(plan: Plan) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from toolkit.cluster_reader import read_cluster
 from toolkit.errors import BadInput, Problem
 from toolkit.model_spec import ModelSpec, load_model_config, read_model_config
@@ -35,10 +38,15 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
 
 def read_model(section: Model) -> ModelSpec:
     """The spec of the recipe's model."""
+    return read_model_config(raw_config(section))
+
+
+def raw_config(section: Model) -> Mapping[str, Any]:
+    """The Hugging Face config of the recipe's model, as JSON has it."""
     if section.config is not None:
-        return read_model_config(section.config)
+        return section.config
     assert section.path is not None
-    return read_model_config(load_model_config(section.path, models_dir=CONFIGS / "models"))
+    return load_model_config(section.path, models_dir=CONFIGS / "models")
 
 
 def _faults(job: Job) -> list[Problem]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,19 +16,12 @@ from toolkit.plan import Plan
 from toolkit.recipe import Metrics, Recipe, Strategy, Wandb
 from toolkit.resolve import explain, resolve
 from toolkit.run_dir import RunDir
+from toolkit.trajectory import Trajectory, largest_difference
 
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference of the loss at any step."""
 NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}
 """Largest relative difference of the gradient norm: Adam hides wrong scales from the loss, not from the norm."""
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """Losses and gradient norms, one a step."""
-
-    loss: tuple[float, ...]
-    grad_norm: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +88,6 @@ def _compare(name: str, recipe: Recipe, nproc: int, against: Trajectory) -> Outc
     norm = largest_difference(against.grad_norm, trajectory.grad_norm)
     ok = loss <= LOSS_TOLERANCE[recipe.model.precision] and norm <= NORM_TOLERANCE[recipe.model.precision]
     return Outcome(name=name, plan=plan, trajectory=trajectory, max_rel_diff=loss, max_rel_norm_diff=norm, ok=ok)
-
-
-def largest_difference(expected: Sequence[float], got: Sequence[float]) -> float:
-    """Largest relative difference; infinite if one is shorter or not a number."""
-    if len(expected) != len(got) or not all(map(math.isfinite, [*expected, *got])):
-        return math.inf
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(expected, got, strict=True))
 
 
 def _prepared(recipe: Recipe, steps: int, axes: Mapping[str, Any]) -> Recipe:

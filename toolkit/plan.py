@@ -89,6 +89,8 @@ class Plan:
     """Groups that synchronise only every `local_steps` steps."""
     local_steps: int = 1
     """Steps between two exchanges of islands."""
+    pipeline_bounds: tuple[int, ...] = ()
+    """First layer of each pipeline stage, and the number of layers; empty without a pipeline."""
 
     @property
     def devices(self) -> int:
@@ -106,6 +108,8 @@ class Plan:
         axes = [f"{axis} {getattr(self, axis)}" for axis in ("dp", "tp", "pp", "sp", "ep") if getattr(self, axis) > 1]
         if self.strategy != "zero" and self.zero_stage:
             axes.append(f"ZeRO {self.zero_stage}")
+        if self.pipeline_bounds:
+            axes.append(f"layers {'-'.join(map(str, self.pipeline_bounds))}")
         if self.zero_variant != "plain":
             axes.append(f"{self.zero_variant} {self.zero_group}")
         if self.zero_quantized != "none":

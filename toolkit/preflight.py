@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import netrc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from toolkit.data_files import data_files
 from toolkit.errors import BadInput, Problem
-from toolkit.recipe import Recipe
+from toolkit.proofs import Axes, Verdict
+from toolkit.recipe import Model, Recipe
 
 
 def check(recipe: Recipe, env: Mapping[str, str], say: Callable[[str], object]) -> Recipe:
@@ -24,6 +28,24 @@ def check(recipe: Recipe, env: Mapping[str, str], say: Callable[[str], object]) 
         say("recording offline instead; `wandb sync` uploads it later")
         return replace(recipe, metrics=replace(recipe.metrics, wandb=replace(wandb, mode="offline")))
     return recipe
+
+
+def prove(section: Model, axes: Axes, env: Mapping[str, str]) -> Verdict:
+    """The float64 twin's verdict, from a process of its own on the host: nothing here touches an accelerator."""
+    question = json.dumps({"model": asdict(section), "axes": asdict(axes)})
+    answer = subprocess.run(
+        [sys.executable, "-m", "toolkit.runtime.twin"],
+        input=question,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**env, "DS_ACCELERATOR": "cpu"},
+    )
+    try:
+        return Verdict(**json.loads(answer.stdout.strip().splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        last = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
+        return Verdict(False, f"the split could not be tried on a small twin: {last}")
 
 
 def _unavailable(recipe: Recipe) -> Iterator[Problem]:

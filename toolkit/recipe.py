@@ -144,6 +144,8 @@ class Strategy:
     """Groups that synchronise every `local_steps` steps."""
     local_steps: int | None = number(None, least=1)
     """Steps between two exchanges of islands."""
+    pipeline_bounds: tuple[int, ...] | None = None
+    """First layer of each pipeline stage, and the number of layers, e.g. [0, 3, 6]; default: balanced by time."""
 
     def fixed(self) -> dict[str, Any]:
         """The axes that are given: plan field → value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import strategies
 from toolkit import planner, run_dir
 from toolkit.deepspeed_config import deepspeed_config
 from toolkit.errors import BadInput, NoPlanFits, Problem
-from toolkit.job import make_job
-from toolkit.plan import Job
+from toolkit.job import make_job, raw_config
+from toolkit.plan import Job, Plan, Refusal
 from toolkit.planner import Decision, Option
+from toolkit.proofs import Axes, Proofs, Verdict, judged
 from toolkit.recipe import Recipe
 from toolkit.run_dir import RunDir
 from toolkit.schema import nearest
@@ -64,16 +66,52 @@ class Resolved:
 
 def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughput") -> Resolved:
     """Plan a recipe; for the objective `cost` also on smaller parts of the cluster."""
-    known = strategies.registry()
+    registry = strategies.registry()
     name = recipe.strategy.name
-    if name != "auto" and name not in known:
-        what = f"{name!r} is not a strategy; auto, {', '.join(known)}{nearest(name, list(known))}"
+    if name != "auto" and name not in registry:
+        what = f"{name!r} is not a strategy; auto, {', '.join(registry)}{nearest(name, list(registry))}"
         raise BadInput(recipe.name, [Problem("strategy.name", what)])
     job = make_job(recipe, nproc)
     jobs = planner.smaller_clusters(job) if objective == "cost" else [job]
-    decisions = [planner.decide(one, strategies.propose(one, name), objective) for one in jobs]
+    known = _known(recipe)
+    decisions = [
+        planner.decide(one, judged(_keepable(recipe, strategies.propose(one, name)), known), objective) for one in jobs
+    ]
     best = planner.best_of(decisions, objective)
     return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
+
+
+def proven(
+    resolved: Resolved, again: Callable[[], Resolved], prove: Callable[[Axes], Verdict], say: Callable[[str], object]
+) -> Resolved:
+    """A decision whose chosen split is proven: what fails is remembered, and planning goes on without it."""
+    recipe, config = resolved.recipe, raw_config(resolved.recipe.model)
+    while resolved.decision.chosen is not None:
+        axes = Axes.of(resolved.chosen.plan)
+        if not axes.split or Proofs().get(config, recipe.model.attention, axes) is not None:
+            break
+        say("trying the split on a small twin of the model, in float64")
+        Proofs().put(config, recipe.model.attention, axes, prove(axes))
+        resolved = again()
+    return resolved
+
+
+def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
+    """Proposals, without those that can't save what the recipe asks to save."""
+    for proposal in proposals:
+        if isinstance(proposal, Plan) and proposal.ep > 1 and recipe.checkpoint.every > 0:
+            reason = (
+                "AutoEP keeps experts under names of its own, which our checkpoints do not know; use checkpoint.every 0"
+            )
+            yield Refusal(proposal.strategy, reason, proposal)
+        else:
+            yield proposal
+
+
+def _known(recipe: Recipe) -> Callable[[Axes], Verdict | None]:
+    """What earlier runs have proven of the recipe's model."""
+    proofs, config = Proofs(), raw_config(recipe.model)
+    return lambda axes: proofs.get(config, recipe.model.attention, axes)
 
 
 def explain(decision: Decision) -> str:

@@ -129,9 +129,10 @@ def read(run: RunDir) -> Order:
         deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise BadInput(str(run.path), f"not a run directory: {error}") from None
+    axes = {f.name: plan[f.name] for f in fields(Plan)} | {"pipeline_bounds": tuple(plan["pipeline_bounds"])}
     return Order(
         recipe=load_recipe(run.recipe),
-        plan=Plan(**{f.name: plan[f.name] for f in fields(Plan)}),
+        plan=Plan(**axes),
         deepspeed=deepspeed,
         predicted_step_seconds=plan["time"]["total"],
         predicted_memory_bytes=plan["memory"]["total"],

@@ -11,9 +11,9 @@ from rich.console import Console
 from toolkit import launch
 from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
 from toolkit.commands.session import add_restart_argument, start
-from toolkit.preflight import check
+from toolkit.preflight import check, prove
 from toolkit.recipe_file import dump_recipe
-from toolkit.resolve import Resolved, resolve
+from toolkit.resolve import Resolved, proven, resolve
 from toolkit.run_dir import new_run_path
 
 
@@ -32,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host."""
-    console = Console()
-    recipe = check(read_recipe(args), launch.environment(), console.print)
+    console, env = Console(), launch.environment()
+    recipe = check(read_recipe(args), env, console.print)
     resolved = resolve(recipe, args.nproc)
+    if not args.dry_run:
+        resolved = proven(
+            resolved, lambda: resolve(recipe, args.nproc), lambda axes: prove(recipe.model, axes, env), console.print
+        )
     if resolved.decision.chosen is None:
         show_decision(resolved.decision, console)
     chosen = resolved.chosen

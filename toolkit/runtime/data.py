@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +25,19 @@ class MicroBatch:
     input_ids: torch.Tensor
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    """Positions that start anew in packed documents; None: 0, 1, 2 …"""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
-        mask = None if self.attention_mask is None else self.attention_mask.to(device, non_blocking=True)
-        return MicroBatch(self.input_ids.to(device, non_blocking=True), self.labels.to(device, non_blocking=True), mask)
+        given = {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        return MicroBatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in given.items()})
+
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        optional = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"input_ids": self.input_ids, "use_cache": False, **given}
 
     @property
     def counted(self) -> int:

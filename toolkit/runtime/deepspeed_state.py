@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,9 +32,14 @@ class DeepSpeedState:
         copy: int,
         copies: int,
         place: Place | None = None,
+        writes: Callable[[str], bool] = lambda name: True,
+        model: torch.nn.Module | None = None,
     ) -> None:
         """`names`: Hugging Face name of each parameter; `copy` of `copies`: this rank among its replicas;
-        `place`: for shards, where a local parameter's elements are in the full one."""
+        `place`: for shards, where a local parameter's elements are in the full one; `writes`: whether this rank's
+        shard or stage is the one that saves a name which others hold too; `model`: whose buffers, if not the engine's.
+        """
+        self._writes, self._model = writes, model or engine.module
         self._engine, self._names = engine, names
         sharded = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer))
         self._copy, self._copies = (0, 1) if sharded else (copy, copies)
@@ -41,15 +47,16 @@ class DeepSpeedState:
         self._place = place
 
     def fragments(self) -> Iterator[Fragment]:
-        yield from held_fragments(self._held(), self._base.state, self._copy, self._copies)
-        for name, buffer in persistent_buffers(self._engine.module):
+        for fragment in held_fragments(self._held(), self._base.state, self._copy, self._copies):
+            yield fragment if self._writes(fragment.name) else replace(fragment, copy=self._copies)
+        for name, buffer in persistent_buffers(self._model):
             yield Fragment(
                 name=name,
                 kind=BUFFER,
                 shape=tuple(buffer.shape),
                 region=regions.flat(0, buffer.numel()),
                 tensor=buffer.view(-1),
-                copy=self._buffer_copy,
+                copy=self._buffer_copy if self._writes(name) else self._buffer_copies,
                 copies=self._buffer_copies,
             )
 

@@ -41,6 +41,12 @@ class World:
         )
 
 
+def current_world() -> World:
+    """This process in the group that it has joined, all on one host."""
+    rank, size = int(dist.get_rank()), int(dist.get_world_size())
+    return World(rank=rank, size=size, local_rank=rank, local_size=size)
+
+
 def join(world: World) -> None:
     """Join the process group, with one thread pool and one device a process."""
     accelerator = get_accelerator()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,12 +11,17 @@ import deepspeed
 import torch
 from torch.nn.functional import cross_entropy
 
+from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.recipe import Train
+from toolkit.regions import Region
 from toolkit.runtime.data import IGNORE, MicroBatch
-from toolkit.runtime.deepspeed_state import DeepSpeedState
-from toolkit.runtime.distributed import all_sum, device
+from toolkit.runtime.deepspeed_state import DeepSpeedState, Place
+from toolkit.runtime.distributed import device
 from toolkit.runtime.fragments import Stateful
+from toolkit.runtime.grad_norm import clip_gradients
+from toolkit.runtime.mesh import Mesh, TensorUnit
+from toolkit.runtime.shards import layout_of
 from toolkit.schedule import Schedule
 
 
@@ -51,19 +56,28 @@ class Engine(Protocol):
         """Train on this replica's share of a global batch."""
 
 
-class _NoNumbers(Exception):
+class NoNumbers(Exception):
     """The averaged gradient is NaN or infinite."""
 
 
 class ReplicaEngine:
-    """Data parallel and ZeRO: each rank holds a replica, or its shards of one."""
+    """Data parallel, ZeRO and tensor parallel: a replica is one model, whole or in shards, called in one piece."""
 
     def __init__(
-        self, model: torch.nn.Module, plan: Plan, train: Train, config: dict[str, Any], schedule: Schedule
+        self,
+        model: torch.nn.Module,
+        mesh: Mesh,
+        train: Train,
+        config: dict[str, Any],
+        schedule: Schedule,
+        unit: TensorUnit | None = None,
+        after_backward: Callable[[], None] | None = None,
+        take: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
     ) -> None:
-        self._plan = plan
-        self._scale = float(plan.global_batch if train.grad_reduce == "sum" else 1)
-        self._norm = 0.0
+        self._mesh = mesh
+        self._take = take
+        self._after_backward = after_backward
+        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         self._faults = torch.zeros((), device=device())
         model.get_input_embeddings().register_forward_hook(self._watch_gradient)  # type: ignore[operator]
         self._engine, *_ = deepspeed.initialize(
@@ -71,23 +85,27 @@ class ReplicaEngine:
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+            mpu=unit,
         )
-        if plan.zero_stage == 0 and plan.precision != "fp32" and train.optimizer == "adamw":
-            _undo_first_step(self._engine.optimizer)
-        self._plain = plan.zero_stage == 0 and plan.precision == "fp32"
-        self._unclipped = self._engine.gradient_clipping() == 0
-        if self._plain:
-            # DeepSpeed (0.19) clips plain fp32 gradients without telling their norm; this tells it, clipping alike.
-            self._engine.clip_fp32_gradients = lambda: self._measure(self._engine.gradient_clipping())
+        undo_first_step(self._engine.optimizer, mesh.plan, train)
+        self._norm = NormMeter(self._engine, mesh)
 
     @property
     def replica(self) -> int:
-        return int(torch.distributed.get_rank()) if torch.distributed.is_initialized() else 0
+        return self._mesh.data
 
     @property
     def state(self) -> Stateful:
-        names: dict[torch.Tensor, str] = {p: name for name, p in self.module.named_parameters()}
-        return DeepSpeedState(self._engine, names=names, copy=self.replica, copies=self._plan.dp)
+        named = dict(self.module.named_parameters())
+        ranks = self._mesh.token_ranks  # sequence ranks hold whole copies, as replicas do
+        return DeepSpeedState(
+            self._engine,
+            names={p: name for name, p in named.items()},
+            copy=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
+            copies=ranks,
+            place=placed(named),
+            writes=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
+        )
 
     @property
     def module(self) -> torch.nn.Module:
@@ -95,38 +113,30 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        tokens = int(all_sum(torch.tensor(sum(micro.counted for micro in batch), device=device())))
-        # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
-        weight = self._scale * self._plan.grad_accum * self._plan.dp / max(tokens, 1)
+        tokens = counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
+        weight = self._scale * self._mesh.plan.grad_accum * self._mesh.token_ranks / max(tokens, 1)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         self._faults.zero_()
         try:
             for micro in batch:
-                loss = self._loss_sum(micro.to(device()))
+                own = self._take(micro.to(device()))
+                loss = summed_loss(self._engine(**own.inputs()).logits, own.labels)
                 total += loss.detach()
                 self._engine.backward(loss * weight)
-                if self._plain and self._unclipped and self._engine.is_gradient_accumulation_boundary():
-                    self._measure(float("inf"))
+                self._check_once()
                 self._engine.step()
-        except _NoNumbers:  # on every rank alike: the averaged gradients are the same
-            self._norm = float("nan")
+        except NoNumbers:  # on every rank alike: the averaged gradients are the same
+            pass
         faults = self._faults + (~torch.isfinite(total)).float()
-        loss = all_sum(total) / max(tokens, 1)
-        return StepResult(loss=loss, tokens=tokens, grad_norm=self._grad_norm(), lr=lr, own_faults=faults)
+        mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
+        return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr, own_faults=faults)
 
-    def _loss_sum(self, micro: MicroBatch) -> torch.Tensor:
-        inputs = {"input_ids": micro.input_ids, "use_cache": False}
-        if micro.attention_mask is not None:
-            inputs["attention_mask"] = micro.attention_mask
-        logits = self._engine(**inputs).logits
-        return cross_entropy(logits.flatten(0, 1).float(), micro.labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-    def _measure(self, max_norm: float) -> None:
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
-        if not math.isfinite(self._norm):
-            raise _NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
+    def _check_once(self) -> None:
+        check, self._after_backward = self._after_backward, None
+        if check is not None:
+            check()
 
     def _watch_gradient(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
         """Count what is no number in the gradient that reaches the embeddings: a bad backward pass names its rank."""
@@ -136,19 +146,68 @@ class ReplicaEngine:
     def _count_faults(self, gradient: torch.Tensor) -> None:
         self._faults += (~torch.isfinite(gradient)).sum()
 
-    def _grad_norm(self) -> float:
+
+class NormMeter:
+    """The gradient norm of the last step, whatever the optimizer.
+
+    DeepSpeed (0.19) tells it under ZeRO and in 16 bits. Plain fp32 gradients it clips without telling, in a pipeline
+    by the first stage's norm and with tied weights counted twice; there we measure and clip ourselves.
+    """
+
+    def __init__(self, engine: Any, mesh: Mesh) -> None:
+        self._engine = engine
+        self._mesh = mesh
+        self._norm = float("nan")
+        self._plain = mesh.plan.zero_stage == 0 and mesh.plan.precision == "fp32"
+        if self._plain:
+            limit = engine.gradient_clipping() or float("inf")
+            engine.gradient_clipping = lambda: limit  # above 0: the engine then calls what follows at every step
+            engine.clip_fp32_gradients = lambda: self._clip(limit)
+
+    def last(self) -> float:
+        """Before clipping."""
         if self._plain:
             return self._norm
         norm = self._engine.get_global_grad_norm()
         return float(norm) if norm is not None else float("nan")
 
+    def _clip(self, limit: float) -> None:
+        self._norm = clip_gradients(self._engine.module.parameters(), self._mesh, limit)
+        if not math.isfinite(self._norm):
+            raise NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
 
-def _undo_first_step(optimizer: Any) -> None:
+
+def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
+    """Where elements of this rank's parameters are in the whole ones."""
+
+    def place(name: str, low: int, high: int) -> tuple[tuple[int, ...], Region]:
+        parameter = named[name]
+        layout = layout_of(parameter)
+        if layout is None:
+            return tuple(getattr(parameter, "ds_shape", parameter.shape)), regions.flat(low, high)
+        return layout.shape, regions.take(layout.region(), low, high)
+
+    return place
+
+
+def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
+    """Tokens of the global batch that the loss counts."""
+    return int(mesh.sum_over_tokens(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy added up over counted tokens: a number even where none counts."""
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def undo_first_step(optimizer: Any, plan: Plan, train: Train) -> None:
     """Give a 16-bit optimizer without ZeRO back its fresh state.
 
     DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
     bias correction shortens the first updates, and weight decay has already bitten.
     """
+    if plan.zero_stage > 0 or plan.precision == "fp32" or train.optimizer != "adamw":
+        return
     optimizer.optimizer.state.clear()
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         for master, weight in zip(masters, weights, strict=True):

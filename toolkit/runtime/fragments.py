@@ -36,7 +36,7 @@ class Fragment:
     tensor: torch.Tensor
     """The elements, flat: a view, so that writing to it changes the state."""
     copy: int = 0
-    """This rank's number among those that hold the same elements."""
+    """This rank's number among those that hold the same elements; from `copies` on, others save them."""
     copies: int = 1
     """Ranks that hold the same elements."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers.initialization import no_init_weights
 
 from toolkit.errors import BadInput
 from toolkit.recipe import Lora, Model
 from toolkit.runtime.distributed import gather_objects
+from toolkit.runtime.shards import own_slice, replace_parameter, sites
+from toolkit.runtime.weights import FileWeights, HostWeights, ScratchWeights, Weights, checkpoint_files
 
 
 def load_config(section: Model) -> PretrainedConfig:
@@ -25,21 +30,81 @@ def load_config(section: Model) -> PretrainedConfig:
 
 
 def build_model(section: Model, seed: int) -> PreTrainedModel:
-    """The model in fp32 on the host, with weights that depend on the seed and the recipe only."""
+    """The whole model in fp32 on the host, with weights that depend on the seed and the recipe only."""
+    if section.init == "scratch" and not section.trust_remote_code:
+        model = skeleton(section)
+        fill(model, open_weights(section, seed))
+    else:
+        model = _whole(section, seed)
+    set_seed(seed)
+    return model if section.lora is None else _with_adapters(model, section.lora)
+
+
+def skeleton(section: Model) -> PreTrainedModel:
+    """The model's structure, with buffers but without a byte of weights: parameters are on the meta device."""
+
+    def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+        # Under `torch.device("meta")` rotary tables would stay there too.
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, **options)
+        model.tie_weights()  # accelerate (1.15) makes a new parameter at every assignment, which breaks ties
+        return model
+
+    return _made(section, make)
+
+
+def vocabulary(section: Model) -> int:
+    """Rows of the model's token table."""
+    return int(skeleton(section).get_input_embeddings().num_embeddings)
+
+
+def open_weights(section: Model, seed: int) -> Weights:
+    """Where the recipe's first weights are read from."""
+    empty = skeleton(section)
+    if section.init == "scratch":
+        return ScratchWeights(empty, seed, whole=lambda: _whole(section, seed))
+    assert section.path is not None
+    files = checkpoint_files(section.path)
+    if all(name in files for name, _ in empty.named_parameters()):
+        return FileWeights(files)
+    return HostWeights(_whole(section, seed))
+
+
+def fill(
+    model: torch.nn.Module, weights: Weights, named: Mapping[str, torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """Give parameters of a skeleton their weights; a shard keeps its slice only. The new parameters, by name."""
+    empty = dict(model.named_parameters()) if named is None else named
+    where = sites(model)
+    filled = dict(empty)
+    for name, whole in weights.read(empty):
+        filled[name] = replace_parameter(where, empty[name], own_slice(empty[name], whole))
+    return filled
+
+
+def _whole(section: Model, seed: int) -> PreTrainedModel:
+    """As transformers makes it by itself."""
+
+    def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
+        if section.init == "scratch":
+            return AutoModelForCausalLM.from_config(config, **options)
+        return AutoModelForCausalLM.from_pretrained(section.path, config=config, use_safetensors=True, **options)
+
+    set_seed(seed)
+    return _made(section, make)
+
+
+def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], PreTrainedModel]) -> PreTrainedModel:
     config = load_config(section)
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code}
     if section.attention != "auto":
         options["attn_implementation"] = section.attention
-    set_seed(seed)
     try:
-        if section.init == "scratch":
-            model = AutoModelForCausalLM.from_config(config, **options)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(section.path, config=config, use_safetensors=True, **options)
+        model = make(config, options)
     except (ValueError, OSError, ImportError) as error:
         raise BadInput("model", f"transformers can't build it: {_first_line(error)}") from None
     model.config.use_cache = False
-    return model if section.lora is None else _with_adapters(model, section.lora)
+    return model
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:

@@ -27,7 +27,7 @@ Enter = Callable[[tuple[str, ...], dict[str, str]], None]
 
 def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[int]:
     """Run worker commands in forked processes; their exit codes. When one fails, the rest are ended."""
-    context = _context()
+    context = warm_context()
     target = enter or enter_worker
     processes = [context.Process(target=target, args=(command.argv, dict(command.env))) for command in commands]
     for process in processes:
@@ -55,7 +55,7 @@ class WarmProcess:
     @classmethod
     def start(cls, command: Command, enter: Enter | None = None) -> WarmProcess:
         """Fork it."""
-        process = _context().Process(target=enter or enter_worker, args=(command.argv, dict(command.env)))
+        process = warm_context().Process(target=enter or enter_worker, args=(command.argv, dict(command.env)))
         process.start()
         return cls(process)
 
@@ -79,7 +79,8 @@ class WarmProcess:
 
 
 @functools.cache
-def _context() -> ForkServerContext:
+def warm_context() -> ForkServerContext:
+    """Processes forked from a server that has the slow imports behind it."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.runtime.preload"])

@@ -1,8 +1,12 @@
 """Imported once by the fork server: what every worker would spend seconds on importing."""
 
-import deepspeed  # noqa: F401
-import torch  # noqa: F401
+import deepspeed
+import deepspeed.module_inject.auto_ep_layer
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - ZeRO imports it when an optimizer is made
+import torch
+import torch._inductor.compile_fx  # noqa: F401 - and it imports the compiler
 import transformers.models.auto.modeling_auto  # noqa: F401
 
+import toolkit.runtime.coverage
 import toolkit.runtime.run
 import toolkit.worker  # noqa: F401

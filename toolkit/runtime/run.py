@@ -11,14 +11,15 @@ from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
 from toolkit.run_dir import RunDir
 from toolkit.runtime import checkpoint, comm_timer
+from toolkit.runtime.build import Site, build_engine
 from toolkit.runtime.console import ConsoleSink
 from toolkit.runtime.data import Order, Samples, load_samples
 from toolkit.runtime.distributed import World, gather_objects, host_group
-from toolkit.runtime.engine import ReplicaEngine
+from toolkit.runtime.engine import Engine
 from toolkit.runtime.keeper import CheckpointKeeper, Moving
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import JsonlSink, Recorder, Sink, keep_until
-from toolkit.runtime.model import build_model, check_same_weights, recompute_layers
+from toolkit.runtime.model import vocabulary
 from toolkit.runtime.tokenizer import load_tokenizer
 from toolkit.runtime.trainer import Observer, Share, train
 from toolkit.runtime.wandb_sink import WandbSink
@@ -40,14 +41,17 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     """Train as this rank; rank 0 records."""
     console = watched.console
     recipe, plan = order.recipe, order.plan
-    model = build_model(recipe.model, recipe.train.seed)
-    samples = _samples(recipe, model.get_input_embeddings().num_embeddings)
+    samples = _samples(recipe, vocabulary(recipe.model))
     steps = num_steps(recipe, len(samples))
-    check_same_weights(model)
-    if plan.recompute == "full":
-        recompute_layers(model)
     timer = comm_timer.install()
-    engine = ReplicaEngine(model, plan, recipe.train, order.deepspeed, make_schedule(recipe.train, steps))
+    site = Site(
+        model=recipe.model,
+        train=recipe.train,
+        plan=plan,
+        deepspeed=order.deepspeed,
+        schedule=make_schedule(recipe.train, steps),
+    )
+    engine = build_engine(site, world)
     data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)
     done, data_order = _go_on(recipe, run, world, engine, data_order, _speaker(world, console))
     recorder = Recorder(_sinks(recipe, run, console, steps) if world.rank == 0 else [])
@@ -85,7 +89,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
 
 
 def _go_on(
-    recipe: Recipe, run: RunDir, world: World, engine: ReplicaEngine, order: Order, say: checkpoint.Say
+    recipe: Recipe, run: RunDir, world: World, engine: Engine, order: Order, say: checkpoint.Say
 ) -> tuple[int, Order]:
     """Steps already done, and where the data goes on: from a checkpoint, or from the start."""
     reader = checkpoint.find(recipe.checkpoint, run.checkpoints, world, say)
@@ -96,7 +100,7 @@ def _keeper(
     order: RunOrder,
     run: RunDir,
     world: World,
-    engine: ReplicaEngine,
+    engine: Engine,
     data_order: Order,
     watched: Watched,
     *,

@@ -1,0 +1,101 @@
+"""From a plan's axes to an engine: each rank builds its own part of the model, and only that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toolkit.plan import Plan
+from toolkit.recipe import Model, Train
+from toolkit.runtime.distributed import World
+from toolkit.runtime.engine import Engine, ReplicaEngine
+from toolkit.runtime.mesh import Mesh, TensorUnit
+from toolkit.runtime.model import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
+from toolkit.runtime.pipeline_engine import PipelineRun
+from toolkit.runtime.pipeline_split import analyse, find_layers
+from toolkit.runtime.pipeline_stage import Stage
+from toolkit.runtime.sequence_parallel import SequenceGroup, SequenceShare
+from toolkit.runtime.tensor_collectives import TensorGroup
+from toolkit.runtime.tensor_parallel import ReplicaCheck, shard, sum_partial_gradients
+from toolkit.schedule import Schedule
+from toolkit.stages import even_bounds
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Everything that an engine is built from."""
+
+    model: Model
+    train: Train
+    plan: Plan
+    deepspeed: dict[str, Any]
+    schedule: Schedule
+
+
+def build_engine(site: Site, world: World) -> Engine:
+    """The engine that the plan's axes ask for."""
+    mesh = Mesh(site.plan, world.rank, world.size)
+    if site.plan.pp > 1:
+        return _pipeline(site, mesh)
+    if site.plan.tp > 1:
+        return _tensor(site, mesh)
+    return _replica(site, mesh)
+
+
+def _replica(site: Site, mesh: Mesh) -> Engine:
+    model = build_model(site.model, site.train.seed)
+    check_same_weights(model)
+    if site.plan.recompute == "full":
+        recompute_layers(model)
+    if site.plan.sp == 1:
+        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
+    share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, site.plan.sp))
+    share.install(model)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, take=share.take)
+
+
+def _tensor(site: Site, mesh: Mesh) -> Engine:
+    group = tensor_group(mesh)
+    model = skeleton(site.model)
+    shard(model, group)
+    fill(model, open_weights(site.model, site.train.seed))
+    sum_partial_gradients(model, group)
+    if site.plan.recompute == "full":
+        recompute_layers(model)
+    seed_rank(site.train.seed, mesh)
+    check = ReplicaCheck(model.named_parameters(), group)
+    unit = TensorUnit(mesh)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit, check.finish)
+
+
+def _pipeline(site: Site, mesh: Mesh) -> Engine:
+    plan, seed = site.plan, site.train.seed
+    model = skeleton(site.model)
+    bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
+    split = analyse(skeleton(site.model), tuple(bounds))
+    group = tensor_group(mesh) if plan.tp > 1 else None
+    if group:
+        shard(model, group, lambda name: mesh.pipe in split.owners[name])
+    stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision])
+    stage.parameters_by_name = fill(model, open_weights(site.model, seed), stage.parameters_by_name)
+    if group:
+        sum_partial_gradients(model, group)
+    if plan.recompute == "full":
+        recompute_layers(model)
+    seed_rank(seed, mesh)
+    check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
+    return PipelineRun(stage, mesh, site.train, site.deepspeed, site.schedule, check)
+
+
+def tensor_group(mesh: Mesh) -> TensorGroup:
+    """The ranks that hold the shards of this rank's stage."""
+    return TensorGroup(mesh.inner_group, mesh.tensor, mesh.plan.tp)
+
+
+def seed_rank(seed: int, mesh: Mesh) -> None:
+    """Random numbers of dropout: shards of one stage draw the same, replicas and stages do not."""
+    torch.manual_seed(seed + 7919 * (mesh.data + mesh.plan.dp * mesh.pipe))

@@ -1,0 +1,47 @@
+"""The gradient norm over all shards and stages of a replica, exactly once each, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from toolkit.runtime.distributed import device
+from toolkit.runtime.mesh import Mesh
+from toolkit.runtime.shards import layout_of
+
+EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`."""
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_norm: float) -> float:
+    """Scale gradients down to `max_norm`; the norm before."""
+    held = [p for p in parameters if p.grad is not None]
+    squares = mesh.sum_over_shards(_squares(p for p in held if not _is_expert(p) and _counts(p, mesh)))
+    if mesh.plan.ep > 1:  # each rank of an expert group holds other experts; groups repeat dp / ep times
+        experts = _squares(p for p in held if _is_expert(p))
+        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
+    norm = float(squares.sqrt())
+    scale = max_norm / (norm + EPSILON)
+    if scale < 1:
+        torch._foreach_mul_([p.grad for p in held if p.grad is not None], scale)
+    return norm
+
+
+def _squares(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros((), device=device())
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether DeepSpeed reduces a gradient over ranks with the same experts only."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
+    """Shards count on every rank, whole parameters on the first, copies on another stage not at all."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return layout_of(parameter) is not None or mesh.tensor == 0

@@ -1,0 +1,150 @@
+"""The borders between stages: what stands where another stage's layer was, and how values come in and go out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+class Cut(Exception):
+    """Carries what crosses the border out of the model's forward."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__("the stage ends here")
+        self.arguments = arguments
+
+
+class StandIn(torch.nn.Module):
+    """Stands where another stage's layer was: has its plain attributes, owns nothing."""
+
+    def __init__(self, layer: torch.nn.Module, act: Callable[[Arguments], Any]) -> None:
+        super().__init__()
+        # Not registered: code around the layers may ask it things (`layer.attention_type`), never for weights.
+        object.__setattr__(self, "_layer", layer)
+        object.__setattr__(self, "_act", act)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stand-in was told to do."""
+        return object.__getattribute__(self, "_act")((args, kwargs))
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """In a layer's output: the hidden states."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """In a layer's output: another tensor, whose sizes follow those of the hidden states."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    hidden: tuple[int, ...]
+
+    def make(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Zeros of that shape for other hidden states."""
+        batch, length = self.hidden[0], self.hidden[1]
+        sizes = [
+            hidden.shape[0] if place == 0 and size == batch else hidden.shape[1] if size == length else size
+            for place, size in enumerate(self.shape)
+        ]
+        return torch.zeros(sizes, dtype=self.dtype, device=hidden.device)
+
+
+def template_of(output: Any, hidden: torch.Tensor) -> Any:
+    """The structure of a layer's output, without its values."""
+
+    def kind(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf if isinstance(leaf, int | float | str) else None
+        if leaf.shape == hidden.shape and leaf.is_floating_point():
+            return Hidden()
+        return Side(tuple(leaf.shape), leaf.dtype, tuple(hidden.shape))
+
+    return tree_map(kind, output)
+
+
+def fill_template(template: Any, hidden: torch.Tensor, on_side: Callable[[torch.Tensor], None] | None = None) -> Any:
+    """A layer's output with given hidden states and empty side tensors."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Side):
+            side = leaf.make(hidden)
+            if on_side is not None:
+                on_side(side)
+            return side
+        return hidden if isinstance(leaf, Hidden) else leaf
+
+    return tree_map(value, template)
+
+
+def hidden_of(arguments: Arguments) -> torch.Tensor:
+    """The hidden states among a layer's arguments: the first floating-point tensor."""
+    for leaf in tree_flatten(arguments)[0]:
+        if torch.is_tensor(leaf) and leaf.is_floating_point():
+            return leaf
+    raise ValueError("a layer is called without hidden states")
+
+
+def chosen(arguments: Arguments, positions: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """The arguments at these positions."""
+    leaves = tree_flatten(arguments)[0]
+    return tuple(leaves[position].contiguous() for position in positions)
+
+
+def put_in(arguments: Arguments, positions: tuple[int, ...], values: tuple[torch.Tensor, ...]) -> Arguments:
+    """The arguments with arrived values at these positions.
+
+    In place where the shapes allow it: code around the layer may hold the same tensor (a residual outside the layer).
+    """
+    leaves, structure = tree_flatten(arguments)
+    for position, value in zip(positions, values, strict=True):
+        old = leaves[position]
+        if torch.is_tensor(old) and old.shape == value.shape and old.dtype == value.dtype:
+            old.copy_(value)
+        else:
+            leaves[position] = value
+    filled: Arguments = tree_unflatten(leaves, structure)
+    return filled
+
+
+def enter_at(
+    layer: torch.nn.Module, positions: tuple[int, ...], received: Callable[[], tuple[torch.Tensor, ...]]
+) -> None:
+    """Make a layer take what arrived from the stage before.
+
+    Its class becomes a subclass that overrides `__call__`, so that names and isinstance() stay, and the values come in
+    outside any checkpointed region: forward hooks would run again on recompute.
+    """
+    base: Any = type(layer)
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args_in, kwargs_in = put_in((args, kwargs), positions, received())
+        return base.__call__(self, *args_in, **kwargs_in)
+
+    layer.__class__ = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def anchored(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The same tensors through one identity: an unused one gets a zero gradient, which DeepSpeed must send back."""
+    floats = iter(_Anchor.apply(*[t for t in tensors if t.is_floating_point()]))  # type: ignore[no-untyped-call]
+    return tuple(next(floats) if t.is_floating_point() else t for t in tensors)

@@ -1,0 +1,147 @@
+"""Sequence parallel in the way of Ulysses: ranks share a sequence's tokens, and exchange tokens for heads in attention.
+
+It enters through transformers' registry of attention functions, so every model that uses it can be cut this way.
+To DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and states sharded over all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from toolkit.errors import NoPlanFits
+from toolkit.runtime.data import MicroBatch
+from toolkit.runtime.tensor_collectives import TensorGroup
+
+_numbers = itertools.count()
+
+
+class SequenceRefused(NoPlanFits):
+    """The model's attention can't be cut by sequence; the message says why."""
+
+
+class SequenceGroup(TensorGroup):
+    """Ranks that share the tokens of a sequence."""
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Entry i of the first dimension goes to rank i; entry j of the result came from rank j."""
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        return received
+
+
+class SequenceShare:
+    """One rank's share of every sequence, and the attention that makes the shares see each other."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self._group = group
+        self._mask: torch.Tensor | None = None
+        self._positions: torch.Tensor | None = None
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Make a model attend through this share."""
+        name = f"ulysses-{next(_numbers)}"
+        ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
+        # Each rank would make masks for its own tokens only: attention makes them here, over all tokens.
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            kind = model.config.model_type
+            raise SequenceRefused(f"{kind} does not use transformers' registry of attention functions")
+
+    def take(self, micro: MicroBatch) -> MicroBatch:
+        """This rank's tokens of a micro-batch; what attention must know of all tokens is kept here."""
+        batch, length = micro.input_ids.shape
+        if length % self._group.ranks:
+            raise SequenceRefused(f"{length} tokens can't be shared by {self._group.ranks} ranks")
+        self._mask, self._positions = micro.attention_mask, micro.position_ids
+        positions = micro.position_ids
+        if positions is None:
+            positions = torch.arange(length, device=micro.input_ids.device).expand(batch, length)
+        width = length // self._group.ranks
+        own = slice(self._group.index * width, (self._group.index + 1) * width)
+        return MicroBatch(micro.input_ids[:, own], micro.labels[:, own], None, positions[:, own])
+
+    def _attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        self._refuse(module, attention_mask, others)
+        heads = query.shape[1]
+        query, key, value = (self._to_heads(_repeated(t, heads)) for t in (query, key, value))
+        mask = self._allowed(query.shape[2], sliding_window, query.device)
+        output = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+        )
+        return self._to_tokens(output).transpose(1, 2).contiguous(), None
+
+    def _refuse(self, module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
+        known = {"position_ids", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+        strange = sorted(k for k, v in others.items() if k not in known and v is not None and not isinstance(v, bool))
+        if mask is not None or strange:
+            what = "a bias of its own" if mask is not None else ", ".join(strange)
+            raise SequenceRefused(f"{type(module).__name__} gives attention {what}, which is not cut by sequence")
+
+    def _allowed(self, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """Which keys a query may see: None for plain causal attention."""
+        if self._mask is None and self._positions is None and not window:
+            return None
+        place = torch.arange(length, device=device)
+        allowed = place[None, :] <= place[:, None]
+        if window:
+            allowed &= place[:, None] - place[None, :] < window
+        allowed = allowed[None, None]
+        if self._mask is not None:
+            # A query without any key gives NaN: padding sees itself.
+            visible = self._mask.bool()[:, None, None, :] | torch.eye(length, dtype=torch.bool, device=device)
+            allowed = allowed & visible
+        if self._positions is not None:
+            document = (self._positions == 0).cumsum(-1)
+            allowed = allowed & (document[:, None, :, None] == document[:, None, None, :])
+        return allowed
+
+    def _to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(batch, heads, own tokens, width) → (batch, own heads, tokens, width)."""
+        parts = torch.stack(tensor.chunk(self._group.ranks, 1))
+        return torch.cat(list(_exchanged(parts, self._group)), 2)
+
+    def _to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(batch, own heads, tokens, width) → (batch, heads, own tokens, width)."""
+        parts = torch.stack(tensor.chunk(self._group.ranks, 2))
+        return torch.cat(list(_exchanged(parts, self._group)), 1)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.exchange(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.exchange(gradient), None
+
+
+def _exchanged(parts: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
+    return _Exchange.apply(parts, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Key/value heads once for every query head that uses them."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1) if tensor.shape[1] != heads else tensor
