@@ -84,7 +84,8 @@ class Run:
 
         out = self.path / "model"
         if not (out / "config.json").exists():
-            export(newest(self.path), out, merge=True)
+            adapters = load_recipe(RunDir(self.path).recipe).model.lora is not None
+            export(newest(self.path), out, merge=adapters)
         return AutoModelForCausalLM.from_pretrained(out)
 
 
