@@ -159,7 +159,7 @@ def test_strategies_refuse_sizes_that_the_model_does_not_allow() -> None:
     reasons = [p.reason for p in proposals(odd) if isinstance(p, Refusal)]
     assert "tp 4 does not divide the 6 attention heads" in reasons
     assert "8 stages need at least 8 layers; the model has 2" in reasons
-    assert "the model has no experts" in reasons
+    assert any("has no experts" in reason for reason in reasons)
 
 
 def test_fixed_axes_are_kept() -> None:
