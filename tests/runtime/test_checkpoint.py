@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from tests.conftest import Finished, Trainer
 from toolkit import checkpoint_store as store
+from toolkit.checkpoint_format import canonical_json
 from toolkit.parity import largest_difference
 from toolkit.runtime import checkpoint, checkpoint_writer
 from toolkit.runtime.checkpoint_reader import Reader
@@ -27,6 +28,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
     "data_parallel@1": (1, ("strategy.name=data_parallel",)),
     "zero3@2": (2, ("strategy.name=zero", "strategy.zero_stage=3")),
+    "tensor2+zero1@4": (4, ("strategy={name: tensor_parallel, tp: 2, zero_stage: 1}",)),
+    "pipeline2@2": (2, ("strategy={name: pipeline, pp: 2, zero_stage: 0, grad_accum: 2}",)),
+    "hybrid+zero1@4": (4, ("strategy={name: hybrid, tp: 2, pp: 2, zero_stage: 1, grad_accum: 2}",)),
     "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
     "zero3+cpu_params@2": (2, ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params")),
 }
@@ -65,7 +69,7 @@ def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
         result = original(reader, state, order, recipe, world)
         found = checkpoint_writer.parts(share(state.fragments()), world.rank)
         root = Path(argv[argv.index("--run-dir") + 1]) / "reloaded"
-        documents = {"state.json": b"{}"}
+        documents = {"state.json": canonical_json(reader.state)}
         checkpoint_writer.write(root, reader.state["step"], found, documents, rank=world.rank, keep=9)
         return result
 
