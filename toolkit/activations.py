@@ -13,8 +13,10 @@ LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
 """16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
 PIPELINE_BUFFERS = 2
 """A micro-batch in flight also holds what a stage received and what it sent on."""
-LIVE_LAYERS = 2
-"""Activations of the layer in the backward pass, and as much again for their gradients."""
+GRADIENTS_OF_ACTIVATIONS = 1.0
+"""Gradients of the layer in the backward pass, in units of its activations: an allocator's cache keeps them apart."""
+LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
+"""The same in live bytes: what they replace is freed as they come (counted on Hugging Face's Llama)."""
 FLASH_STATS_BYTES = 4.0
 """Log-sum-exp of one head and token."""
 
@@ -29,9 +31,11 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
 
 
 def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
-    """Inputs and outputs of two norms for one token; eager RMSNorm keeps an fp32 copy; dropout a mask."""
+    """Inputs and outputs of two norms for one token; dropout adds a mask.
+
+    Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
     eager_rms = e.software.fusion == "eager" and shape.gated and not fused
-    norm = 10.0 if eager_rms else 4.0
+    norm = (8.0 if e.element_bytes == 2 else 6.0) if eager_rms else 4.0
     masks = 1.0 if e.software.dropout else 0.0
     return 2 * (norm + masks) * shape.hidden
 
@@ -76,7 +80,9 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
 
 def live_bytes(e: Execution) -> float:
     """What the layer in the backward pass needs on top: gradients, and its recomputed activations."""
-    return (LIVE_LAYERS - e.recompute.kept) * mean_layer_bytes(e)
+    on_cpu = e.cluster.device.backend == "cpu"
+    gradients = LIVE_GRADIENTS_OF_ACTIVATIONS if on_cpu else GRADIENTS_OF_ACTIVATIONS
+    return (1 - e.recompute.kept + gradients) * mean_layer_bytes(e)
 
 
 def logit_bytes(e: Execution) -> float:

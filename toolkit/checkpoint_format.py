@@ -132,6 +132,18 @@ def _check_cover(name: str, parameter: Parameter) -> None:
             raise ValueError(f"{name} ({kind}): {fault}")
 
 
+def parse_state(data: bytes) -> dict[str, Any]:
+    """state.json; `BadInput` if it does not say where the run stood."""
+    try:
+        state = json.loads(data)
+        _ = int(state["step"]), int(state["samples"]), str(state["optimizer"]), dict(state["data"])
+        if not all(isinstance(value, int | float) for value in state["counters"].values()):
+            raise ValueError("a counter is not a number")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(STATE, f"is not the state of a run: {error!s:.200}") from None
+    return dict(state)
+
+
 def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
     """manifest.json: canonical bytes that carry their own digest, so that no bit of it can change unnoticed."""
     body = {

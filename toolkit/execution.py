@@ -80,6 +80,8 @@ class Execution:
     lora_rank: int = 0
     islands: int = 1
     local_steps: int = 1
+    drops_gradients: bool = False
+    """Whether gradients are freed after each update, as DeepSpeed does, or live in buffers for good (Megatron)."""
     master_weights: bool = True
     """Whether 16-bit training keeps fp32 weights and states."""
 
@@ -148,8 +150,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         grad_wire=0.25 if plan.zero_quantized in ("gradients", "both") else 1.0,
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
-        offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank, islands=plan.islands,
-        local_steps=plan.local_steps,
+        drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
+        islands=plan.islands, local_steps=plan.local_steps,
     )  # fmt: skip
 
 

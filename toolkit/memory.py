@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from toolkit import activations
 from toolkit.calibration import CALIBRATION, Calibration
+from toolkit.deepspeed_config import BUCKET_ELEMENTS as OWN_BUCKET_ELEMENTS
 from toolkit.estimate import Memory
 from toolkit.execution import Execution, of_plan
 from toolkit.optimizer_step import MOMENTS, state_shards
 from toolkit.plan import Job, Plan
-from toolkit.traffic import PREFETCH_ELEMENTS
 
 BUCKET_ELEMENTS = 5e8
-"""DeepSpeed's default reduce and gather buckets (`reduce_bucket_size`, `allgather_bucket_size`)."""
+"""DeepSpeed's default reduction bucket (`reduce_bucket_size`), as in published figures; ours is smaller."""
+LIVE_ELEMENTS = 1e9
+"""Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
+IN_USE_LAYERS = 1.5
+"""Layers that ZeRO 3 gathers besides: the one in use, and on average half of the next."""
 PINNED_BUFFERS = 1.1
 """Host memory for offload beyond the tensors themselves: pinned staging buffers."""
 
@@ -36,17 +40,29 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         "params": _param_bytes(e, params),
         "grads": _grad_bytes(e, params),
         "optimizer": 0.0 if e.offload != "none" else _state_bytes(e, params) / state_shards(e),
-        "activations": activations.kept_bytes(e, layers, _in_flight(e, index))
-        + max(0.0, activations.live_bytes(e) - logits),
+        "activations": 0.0,
         "logits": logits,
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),
     }
+    parts["activations"] = _peak(e, activations.kept_bytes(e, layers, _in_flight(e, index)), parts)
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
     parts["host"] = _host_bytes(e, params)
     return Memory(**{name: int(size) for name, size in parts.items()})
+
+
+def _peak(e: Execution, kept: float, parts: dict[str, float]) -> float:
+    """Activations at the fullest moment, beyond logits and gradients that count by themselves.
+
+    That is the end of the forward pass, with logits, or the backward pass of a layer. DeepSpeed drops gradients after
+    the update, so with one micro-batch they come only as activations go.
+    """
+    live, logits, grads = activations.live_bytes(e), parts["logits"], parts["grads"]
+    if not (e.drops_gradients and e.grad_accum == 1 and e.pp == 1):
+        return kept + max(0.0, live - logits)
+    return max(0.0, max(kept + logits, live + max(kept, grads)) - logits - grads)
 
 
 def _last_layers(e: Execution) -> int:
@@ -77,12 +93,17 @@ def _remote_experts(e: Execution) -> float:
 
 def _param_bytes(e: Execution, params: float) -> float:
     """Weights in the training precision; hpZ holds a second copy inside its group."""
-    second = e.element_bytes * params / e.zero_group if e.zero_stage == 3 and e.zero_variant == "hpz" else 0.0
+    second = e.element_bytes * params / e.zero_group if _has_second_copy(e, params) else 0.0
     if e.offload.endswith("_params"):
         return second
     if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
     return e.element_bytes * params / state_shards(e) + second
+
+
+def _has_second_copy(e: Execution, params: float) -> bool:
+    """hpZ copies a parameter when it is first released, which does not happen while all stay gathered."""
+    return e.zero_stage == 3 and e.zero_variant == "hpz" and params > LIVE_ELEMENTS
 
 
 def _grad_bytes(e: Execution, params: float) -> float:
@@ -111,29 +132,44 @@ def _in_flight(e: Execution, index: int) -> float:
 
 
 def _gathered(e: Execution) -> float:
-    """ZeRO 3: the layer in use and the next one, or the prefetch bucket if that is larger."""
+    """ZeRO 3: the layer in use and the next one; DeepSpeed keeps more where it will be used again soon."""
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
     layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
-    return e.element_bytes * max(2 * layer, layer + min(PREFETCH_ELEMENTS, layer), table)
+    kept = min(LIVE_ELEMENTS, e.model_params / e.tp) if e.drops_gradients else layer / 2
+    return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
 
 
 def _buffers(e: Execution, params: float) -> float:
-    """Reduction buckets: two of them where reduction runs beside the backward pass."""
+    """Reduction buckets, allocated whole: two of them where reduction runs beside the backward pass."""
     if e.zero_stage == 0 or e.replicas == 1:
         return 0.0
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
     buckets = 2 if e.software.dp_overlap else 1
-    return buckets * width * min(BUCKET_ELEMENTS, params * e.trained_share, _largest_bucket(e))
+    largest = OWN_BUCKET_ELEMENTS if e.drops_gradients else min(BUCKET_ELEMENTS, _largest_bucket(e))
+    return buckets * width * min(largest, params * e.trained_share)
 
 
 def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
-    """fp32 gradients of the own shard exist during the update; they reuse what the backward pass has freed."""
-    if e.element_bytes == 4 or e.offload != "none" or not e.master_weights:
+    """What the update needs beyond what the backward pass has freed: fp32 gradients, and a flat copy on the wire."""
+    if e.offload != "none" or not e.master_weights:
         return 0.0
-    copies = 4 * params * e.trained_share / state_shards(e)
-    return max(0.0, copies - parts["activations"] - parts["logits"] - parts["gathered"])
+    trained = params * e.trained_share
+    need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
+    if e.drops_gradients and e.replicas > 1:
+        flat = e.element_bytes * min(OWN_BUCKET_ELEMENTS if e.zero_stage else BUCKET_ELEMENTS, trained)
+        need += flat * (2 if e.zero_stage == 3 and e.cluster.device.backend == "cpu" else 1)  # gloo sums in a copy
+    return max(0.0, need - _freed(e, parts))
+
+
+def _freed(e: Execution, parts: dict[str, float]) -> float:
+    """What the backward pass has given back when the update begins; ZeRO 3 still holds gathered parameters then."""
+    freed = parts["activations"] + parts["logits"]
+    if not e.drops_gradients:
+        return freed + parts["gathered"]
+    in_use = IN_USE_LAYERS * e.element_bytes * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else 0.0
+    return freed + in_use + (parts["grads"] if e.zero_stage == 1 else 0.0)  # ZeRO 1 has moved gradients into shards
 
 
 def _largest_bucket(e: Execution) -> float:

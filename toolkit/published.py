@@ -41,6 +41,10 @@ CHECKPOINTING = (
     (r"full|^1$|true|yes|layer|block|uniform", RECOMPUTE["full"]),
 )
 """Words of an activation-checkpointing cell, the first that matches counts; anything else keeps everything."""
+GATED_FAMILIES = re.compile(r"llama|mistral|mixtral|qwen|gemma|internlm|deepseek|olmo|yi-")
+"""Model names that mean a gated MLP where the column is silent."""
+PCIE_GB_PER_SECOND = {"3": 12, "4": 25, "5": 50}
+"""What a PCIe generation carries between two devices of a node, one direction."""
 LARGEST_LINK_DOMAIN = 64
 """Ranks of a job inside an NVL72 domain: what powers of two leave of 72."""
 
@@ -150,7 +154,8 @@ def cluster_size(row: Row) -> int:
 def model_of(row: Row) -> ModelSpec:
     """A decoder with the row's shape."""
     layers, hidden, heads = (_needed(row, column) for column in ("n_layers", "hidden", "heads"))
-    gated = row.text("gated_mlp").lower() in YES
+    stated = row.text("gated_mlp").lower()
+    gated = stated in YES or (stated not in NO and bool(GATED_FAMILIES.search(row.text("model").lower())))
     ffn = row.count("ffn", 4 * hidden)
     kv_heads, vocab = row.count("kv_heads", heads), row.count("vocab", 50304)
     head_dim = max(1, hidden // heads)
@@ -199,13 +204,23 @@ def _cluster(row: Row, device: Device) -> Cluster:
     per_node = min(devices, row.count("gpus_per_node", device.link_domain))
     if device.link_domain > 8 and "NVL72" in row.text("intra_node").upper():
         per_node = min(devices, LARGEST_LINK_DOMAIN)
-    stated = re.search(r"\((\d+) ?GB/s\)", row.text("intra_node"))  # both directions together
-    link = float(stated[1]) / 2 * GB if stated else device.link_bytes_per_second
+    link = _link(row.text("intra_node"), device)
     inter = row.number_of("inter_gbps_per_gpu") or device.inter_gbps
     return Cluster(
         name=row.text("source_id"), device=device, nodes=max(1, -(-devices // per_node)), devices_per_node=per_node,
         intra_bytes_per_second=link, inter_bytes_per_second=inter * GB / 8, host_memory_bytes=0,
     )  # fmt: skip
+
+
+def _link(text: str, device: Device) -> float:
+    """Bytes a second between devices of a node: stated for both directions, a PCIe generation, or the kind's."""
+    stated = re.search(r"\((\d+) ?GB/s\)", text)
+    if stated:
+        return float(stated[1]) / 2 * GB
+    pcie = re.search(r"pcie ?(?:gen ?)?([345])?", text.lower())
+    if pcie and "nvlink" not in text.lower():
+        return min(device.link_bytes_per_second, PCIE_GB_PER_SECOND[pcie[1] or "4"] * GB)
+    return device.link_bytes_per_second
 
 
 def _batches(row: Row, dp: int, pp: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from tests.conftest import Finished, Trainer
 from toolkit import checkpoint_store as store
+from toolkit.checkpoint_format import canonical_json
 from toolkit.parity import largest_difference
 from toolkit.runtime import checkpoint, checkpoint_writer
 from toolkit.runtime.checkpoint_reader import Reader
@@ -68,7 +69,7 @@ def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
         result = original(reader, state, order, recipe, world)
         found = checkpoint_writer.parts(share(state.fragments()), world.rank)
         root = Path(argv[argv.index("--run-dir") + 1]) / "reloaded"
-        documents = {"state.json": b"{}"}
+        documents = {"state.json": canonical_json(reader.state)}
         checkpoint_writer.write(root, reader.state["step"], found, documents, rank=world.rank, keep=9)
         return result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,95 +12,25 @@ from typing import Any
 
 import pytest
 
+from tests.runtime.suicidal import kill_point, poison, suicidal
+from tests.runtime.supervised import Disturb, Outcome, assert_whole_and_recent, at_step, send, supervised
 from toolkit import checkpoint_store as store
-from toolkit import heartbeat, launch
+from toolkit import heartbeat
 from toolkit.commands.verify import check
-from toolkit.errors import RankFailed
-from toolkit.recipe_file import make_recipe
-from toolkit.resolve import resolve
 from toolkit.run_dir import RunDir
-from toolkit.runtime.metrics import keep_until
-from toolkit.runtime.pool import Enter, WarmProcess, enter_worker
-from toolkit.runtime.supervise import run_all
+from toolkit.runtime.pool import enter_worker
 
-Watched = Callable[..., "Outcome"]
-
-
-class Outcome:
-    """How a supervised run ended."""
-
-    def __init__(self, run: RunDir, code: int, message: str, seconds: float) -> None:
-        self.run, self.code, self.message = run, code, message
-        self.seconds = seconds
-        """From the disturbance to the end."""
-
-    @property
-    def losses(self) -> dict[int, float]:
-        return {record["step"]: record["loss"] for record in keep_until(self.run.metrics, 10**9)}
+Watched = Callable[..., Outcome]
 
 
 @pytest.fixture
 def watched(recipe_mapping: dict[str, Any], tmp_path: Path) -> Watched:
-    """`watched(disturb, *overrides)`: a supervised run of warm workers, disturbed from a thread."""
+    """`watched(disturb, *overrides, into="run")`: a supervised run of warm workers, disturbed from a thread."""
 
-    def go(
-        disturb: Callable[[RunDir], None] | None,
-        *overrides: str,
-        into: str = "run",
-        nproc: int = 2,
-        enter: Enter | None = None,
-    ) -> Outcome:
-        resolved = resolve(make_recipe(recipe_mapping, overrides), nproc)
-        run = resolved.write(tmp_path / into, go_on=(tmp_path / into).exists())
-        commands = launch.commands("local", run.path, nproc, "cpu")
-        times = [time.monotonic()]
-
-        def disturber() -> None:
-            assert disturb is not None
-            disturb(run)
-            times.append(time.monotonic())
-
-        thread = threading.Thread(target=disturber, daemon=True)
-        if disturb:
-            thread.start()
-        code, message = 0, ""
-        pids: list[int] = []
-
-        def start(command: launch.Command) -> WarmProcess:
-            process = WarmProcess.start(command, enter)
-            pids.append(process.pid)
-            return process
-
-        try:
-            code = run_all(commands, run, resolved.recipe.train.hang_timeout_seconds, start)
-        except RankFailed as error:
-            code, message = error.exit_code, str(error)
-        assert [pid for pid in pids if _lives(pid)] == [], "an orphan stayed"
-        return Outcome(run, code, message, time.monotonic() - times[-1])
+    def go(disturb: Disturb | None, *overrides: str, into: str = "run", **options: Any) -> Outcome:
+        return supervised(recipe_mapping, tmp_path / into, disturb, *overrides, **options)
 
     return go
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def at_step(run: RunDir, step: int) -> dict[int, heartbeat.Beat]:
-    """Wait until the run has done so many steps."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        beats = heartbeat.read_all(run.heartbeats)
-        if len(beats) > 1 and all(beat.step >= step and beat.phase != "starting" for beat in beats.values()):
-            return beats
-        time.sleep(0.01)
-    raise AssertionError("the run never got there")
-
-
-def send(rank: int, number: signal.Signals, step: int = 1) -> Callable[[RunDir], None]:
-    return lambda run: os.kill(at_step(run, step)[rank].pid, number)
 
 
 LONG = ("train.steps=100000", "strategy.name=zero", "strategy.zero_stage=2")
@@ -173,7 +102,7 @@ def test_a_rank_that_never_comes_back_is_named(watched: Watched) -> None:
 
 def test_a_bare_worker_ends_a_hang_by_itself(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without our supervisor: the ranks that wait dump their stacks, say who is silent, and exit."""
-    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(20) or "")
+    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(9) or "")
     done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=1")
     assert heartbeat.read_all(done.run.heartbeats)[0].exit_code == 4
     assert "nothing was done for" in heartbeat.read_all(done.run.heartbeats)[0].error
@@ -199,20 +128,6 @@ def test_a_stop_request_is_saved_and_resumable(watched: Watched, number: signal.
     assert (again.code, sorted(again.losses)) == (0, list(range(1, step + 3)))
 
 
-def poison(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """From step 3 on, rank 1's loss is no number."""
-    from toolkit.runtime.engine import ReplicaEngine
-
-    original, count = ReplicaEngine._loss_sum, [0]
-
-    def loss_sum(self: Any, micro: Any) -> Any:
-        count[0] += 1
-        return original(self, micro) * (float("nan") if env["RANK"] == "1" and count[0] >= 3 else 1.0)
-
-    ReplicaEngine._loss_sum = loss_sum  # type: ignore[method-assign]
-    enter_worker(argv, env)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_no_update_is_made_of_what_is_no_number(watched: Watched, stage: int, precision: str) -> None:
@@ -226,42 +141,20 @@ def test_no_update_is_made_of_what_is_no_number(watched: Watched, stage: int, pr
     assert "no update was made" in log
 
 
-def test_twenty_kills_at_random_instants_lose_nothing(watched: Watched) -> None:
+def test_twenty_kills_lose_nothing(watched: Watched) -> None:
     """Half of them inside a save. After each, what is there is whole, and the end is that of an undisturbed run."""
     rng = random.Random(0)
-    steps, every = 60, 2
+    steps, every = 90, 2
     axes = ("strategy.name=zero", "strategy.zero_stage=2", f"train.steps={steps}", f"checkpoint.every={every}")
     undisturbed = watched(None, *axes, into="undisturbed")
     inside = 0
     for number in range(20):
-        done = watched(_killer(rng, in_save=number % 2 == 0), *axes, into="killed")
-        if done.code == 0:
-            break
+        point = kill_point(rng, in_save=number % 2 == 0)
+        done = watched(None, *axes, into="killed", enter=suicidal, env={"KILL": point})
+        assert done.code == 4
         inside += bool(list(done.run.checkpoints.glob(".writing*")))
         assert_whole_and_recent(done, every)
     done = watched(None, *axes, into="killed")
     assert done.code == 0
-    assert number >= 15, "the run ended before it was killed often enough"
-    assert inside >= 3
+    assert inside >= 5
     assert done.losses == undisturbed.losses
-
-
-def assert_whole_and_recent(done: Outcome, every: int) -> None:
-    found = store.steps(done.run.checkpoints)
-    assert all(check(store.path_of(done.run.checkpoints, step)) == [] for step in found)
-    assert max(done.losses, default=0) - (found[0] if found else 0) <= every
-
-
-def _killer(rng: random.Random, *, in_save: bool) -> Callable[[RunDir], None]:
-    def kill(run: RunDir) -> None:
-        before = store.steps(run.checkpoints)
-        beats = at_step(run, 0)
-        time.sleep(rng.random() * 0.05)
-        while in_save and not list(run.checkpoints.glob(".writing*")):
-            time.sleep(0.0005)
-        while not in_save and store.steps(run.checkpoints) == before:  # some progress, so that the run ends one day
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.004)
-        os.kill(beats[rng.randrange(2)].pid, signal.SIGKILL)
-
-    return kill

@@ -149,6 +149,14 @@ def test_recompute_cells() -> None:
     assert recompute_of("none") == recompute_of("") == recompute_of("?") == recompute_of("unknown")
 
 
+def test_silent_columns_follow_from_others(rows: list[dict[str, str]]) -> None:
+    llama = next(row for row in rows if row["model"] == "llama3-8b" and row["split"] == "dev")
+    assert execution_of(Row(2, {**llama, "gated_mlp": ""})).model.gated_mlp
+    assert not execution_of(Row(2, {**llama, "gated_mlp": "0"})).model.gated_mlp
+    assert execution_of(Row(2, {**llama, "intra_node": "PCIe Gen4"})).cluster.intra_bytes_per_second == 25e9
+    assert execution_of(Row(2, {**llama, "intra_node": "NVLink3 (400GB/s)"})).cluster.intra_bytes_per_second == 200e9
+
+
 def test_device_names() -> None:
     def name(text: str, memory_gb: float | None = None, hint: str = "") -> str | None:
         found = find_device(text, memory_gb=memory_gb, hint=hint)

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from toolkit import checkpoint_store as store
 from toolkit import launch
+from toolkit.commands.doctor import show as show_findings
+from toolkit.doctor import QUICK, Site, examine
 from toolkit.errors import BadInput, NoPlanFits, RankFailed
 from toolkit.resolve import Resolved, resolve
 from toolkit.run_dir import RunDir
@@ -31,6 +33,7 @@ def start(
     resolved: Resolved, path: Path, launcher: str, console: Console, *, max_restarts: int = 0, go_on: bool = False
 ) -> int:
     """Write the run directory, launch, watch; the exit code of the contract."""
+    _examine(path, console)
     seen = newest(path)
     for left in range(max_restarts, -1, -1):
         nproc = resolved.chosen.plan.devices
@@ -53,6 +56,12 @@ def start(
             highlight=False,
         )
     raise AssertionError("the last attempt returns or raises")
+
+
+def _examine(path: Path, console: Console) -> None:
+    """The quick checks of `toolkit doctor`; what is fine is not mentioned."""
+    findings = examine(Site(path, launch.environment()), QUICK)
+    show_findings([finding for finding in findings if finding.level != "ok"], console)
 
 
 def newest(path: Path) -> int | None:

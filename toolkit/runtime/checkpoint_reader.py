@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ class Reader:
     def open(cls, path: Path) -> Reader:
         """Read index and state; the caller has verified the manifest."""
         files, _ = fmt.read_manifest(path)
-        state = json.loads(fmt.read_small(path / fmt.STATE))
+        state = fmt.parse_state(fmt.read_small(path / fmt.STATE))
         return cls(path, fmt.parse_index(fmt.read_small(path / fmt.INDEX), files), state)
 
     def __post_init__(self) -> None:

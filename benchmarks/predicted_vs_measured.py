@@ -1,0 +1,162 @@
+"""Predicted against measured on this machine: every plan of a recipe that fits, with real worker processes.
+
+    python benchmarks/predicted_vs_measured.py [RECIPE] [--nproc 4] [--steps 8] [--cluster FILE] [--out FILE]
+
+Probes the machine (or reads a probed cluster file), runs each plan, and prints memory and step time side by side, the
+rank correlation, and the time of the plan that we would choose over the best measured (regret). Memory on a CPU is the
+peak of live tensor bytes of a rank. Step time is the median of the steps after the first three, of the fastest round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import strategies  # noqa: E402
+from toolkit import launch  # noqa: E402
+from toolkit.job import make_job  # noqa: E402
+from toolkit.parity import runner  # noqa: E402
+from toolkit.plan import AXES  # noqa: E402
+from toolkit.planner import OBJECTIVES, Decision, Option, Search  # noqa: E402
+from toolkit.probe_file import cluster_yaml  # noqa: E402
+from toolkit.recipe import Metrics, Recipe, Strategy, Wandb  # noqa: E402
+from toolkit.recipe_file import load_recipe  # noqa: E402
+from toolkit.resolve import Resolved  # noqa: E402
+from toolkit.validate import spearman  # noqa: E402
+
+MIB = 2**20
+SETTLED = 3
+"""Steps that are not counted: states are made, memory is watched."""
+
+
+def probe(nproc: int, path: Path) -> None:
+    """Measure the machine into a cluster file."""
+    import os
+
+    from toolkit.runtime.probe import measure
+
+    found = measure(nproc, lambda what, done, total: print(f"\rprobe {done}/{total} {what:30s}", end="", flush=True))
+    print()
+    path.write_text(cluster_yaml(host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), **vars(found)))
+
+
+def every_plan(recipe: Recipe) -> tuple[Resolved, Decision]:
+    """All plans that fit, without pruning."""
+    job = make_job(recipe)
+    search = Search(job, prune=False)
+    for proposal in strategies.propose(job):
+        search.add(proposal)
+    decision = search.decision(OBJECTIVES["throughput"])
+    return Resolved(recipe=recipe, job=job, decision=decision), decision
+
+
+def measured(resolved: Resolved, option: Option, steps: int) -> dict[str, float]:
+    """Run a plan for real."""
+    fixed = {axis: getattr(option.plan, axis) for axis in AXES if axis not in ("islands", "local_steps")}
+    recipe = replace(
+        resolved.recipe,
+        train=replace(resolved.recipe.train, steps=steps, epochs=None),
+        strategy=Strategy(name=option.plan.strategy, **fixed),
+        metrics=Metrics(console=False, wandb=Wandb(mode="disabled")),
+    )
+    order = replace(resolved, recipe=recipe, decision=replace(resolved.decision, chosen=option))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        run = order.write(Path(folder) / "run")
+        codes = runner("cpu")(launch.commands("local", run.path, option.plan.devices, "cpu"))
+        if any(codes):
+            raise RuntimeError(f"{option.plan.describe()} failed: {run.log(0).read_text()[-1500:]}")
+        records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return {
+        "seconds": median(record["step_seconds"] for record in records[SETTLED:]),
+        "memory": max(record["memory_bytes"] for record in records),
+    }
+
+
+def fastest(resolved: Resolved, decision: Decision, steps: int, rounds: int) -> list[dict[str, float]]:
+    """Every plan in turn, several rounds of it; other work on the machine only adds time, so the fastest counts."""
+    best: list[dict[str, float]] = []
+    for number in range(rounds):
+        for index, option in enumerate(decision.ranked):
+            print(f"\rround {number + 1}/{rounds}, plan {index + 1}/{len(decision.ranked)}   ", end="", flush=True)
+            seen = measured(resolved, option, steps)
+            if number == 0:
+                best.append(seen)
+            best[index]["seconds"] = min(best[index]["seconds"], seen["seconds"])
+    print()
+    return best
+
+
+def compare(resolved: Resolved, decision: Decision, steps: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """One row a plan."""
+    for option, seen in zip(decision.ranked, fastest(resolved, decision, steps, rounds), strict=True):
+        estimate = option.estimate
+        row = {
+            "plan": option.plan.describe(),
+            "strategy": option.plan.strategy,
+            "predicted_seconds": estimate.time.total,
+            "measured_seconds": seen["seconds"],
+            "predicted_memory": estimate.memory.total,
+            "measured_memory": seen["memory"],
+            "parts": vars(estimate.memory),
+        }
+        print(
+            f"{row['plan']:55s} {1e3 * estimate.time.total:8.1f} ms predicted {1e3 * seen['seconds']:8.1f} measured   "
+            f"{estimate.memory.total / MIB:7.1f} MiB predicted {seen['memory'] / MIB:7.1f} measured "
+            f"{estimate.memory.total / seen['memory'] - 1:+.1%}",
+            flush=True,
+        )
+        yield row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors, rank correlation, and regret: rows come ranked, the first is the one that we would run."""
+    pairs = [(row["predicted_seconds"], row["measured_seconds"]) for row in rows]
+    memory = [abs(row["predicted_memory"] / row["measured_memory"] - 1) for row in rows]
+    return {
+        "plans": len(rows),
+        "memory": {"mape": mean(memory), "worst": max(memory)},
+        "step_time": {"mape": mean(abs(p / m - 1) for p, m in pairs), "bias": mean(p / m - 1 for p, m in pairs)},
+        "spearman": spearman(pairs),
+        "regret": rows[0]["measured_seconds"] / min(measured for _, measured in pairs),
+    }
+
+
+def main() -> None:
+    """Probe, run, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", type=Path, default=ROOT / "recipes" / "demo.yaml")
+    parser.add_argument("--nproc", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--cluster", type=Path, help="a probed cluster file; default: probe now")
+    parser.add_argument("--only", default="", help="plans whose description matches this expression")
+    parser.add_argument("--out", type=Path, help="write rows and summary as JSON")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = args.cluster or Path(folder) / "this-machine.yaml"
+        if args.cluster is None:
+            probe(args.nproc, cluster)
+        print(cluster.read_text())
+        recipe = load_recipe(args.recipe, [f"cluster={cluster}"])
+        resolved, decision = every_plan(recipe)
+        kept = tuple(option for option in decision.ranked if re.search(args.only, option.plan.describe()))
+        rows = list(compare(resolved, replace(decision, ranked=kept), args.steps, args.rounds))
+    result = summary(rows)
+    print(json.dumps(result, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps({"summary": result, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
