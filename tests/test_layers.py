@@ -12,10 +12,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate", "wandb", "datasets", "peft", "numpy", "safetensors"}
-ROOTS = {"cli", "api", "worker", "resolve", "parity", "generate", "__init__"}
+ROOTS = {"cli", "api", "live_curve", "worker", "resolve", "parity", "generate", "__init__"}
 PURE_LIBRARIES = set(sys.stdlib_module_names) | {"yaml", "toolkit"}
-STRATEGY_IMPORTS = {"toolkit.plan", "toolkit.compat", "toolkit"}
-MAY_READ_ENVIRON = {"toolkit/worker.py", "toolkit/launch.py", "toolkit/cluster_reader.py", "toolkit/runtime/pool.py"}
+STRATEGY_IMPORTS = {"toolkit.plan", "toolkit.compat", "toolkit.stages", "toolkit"}
+MAY_READ_ENVIRON = {
+    "toolkit/worker.py",
+    "toolkit/launch.py",
+    "toolkit/cluster_reader.py",
+    "toolkit/runtime/pool.py",
+    "toolkit/runtime/groups.py",
+}
 
 
 def sources(*folders: str) -> list[Path]:

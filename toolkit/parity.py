@@ -11,6 +11,7 @@ from typing import Any
 
 import strategies
 from toolkit import launch
+from toolkit.callable_module import make_callable
 from toolkit.errors import BadInput, RankFailed
 from toolkit.plan import Plan
 from toolkit.recipe import Metrics, Recipe, Strategy, Wandb
@@ -129,3 +130,6 @@ def runner(backend: str) -> Callable[[Sequence[launch.Command]], list[int]]:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-12:]) if log.exists() else "(no log)"
+
+
+make_callable(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from toolkit.callable_module import make_callable
 from toolkit.cluster import Cluster
 from toolkit.model_spec import ModelSpec
 
@@ -135,3 +136,6 @@ class Refusal:
     strategy: str
     reason: str
     plan: Plan | None = None
+
+
+make_callable(__name__)

@@ -28,6 +28,9 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
     "data_parallel@1": (1, ("strategy.name=data_parallel",)),
     "zero3@2": (2, ("strategy.name=zero", "strategy.zero_stage=3")),
+    "tensor2+zero1@4": (4, ("strategy={name: tensor_parallel, tp: 2, zero_stage: 1}",)),
+    "pipeline2@2": (2, ("strategy={name: pipeline, pp: 2, zero_stage: 0, grad_accum: 2}",)),
+    "hybrid+zero1@4": (4, ("strategy={name: hybrid, tp: 2, pp: 2, zero_stage: 1, grad_accum: 2}",)),
     "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
     "zero3+cpu_params@2": (2, ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params")),
 }

@@ -89,7 +89,8 @@ def _has(base: PretrainedConfig, key: str) -> bool:
         return False  # a plain projection: another code path, which must stay
     if key == "head_dim" and hasattr(base, "qk_rope_head_dim"):
         return False  # latent attention: it follows from the parts of a head
-    return hasattr(base, key)
+    derived = getattr(type(base), key, None)
+    return hasattr(base, key) and not (isinstance(derived, property) and derived.fset is None)
 
 
 def _is_flag(key: str, value: Any, base: PretrainedConfig) -> bool:

@@ -1,0 +1,66 @@
+"""Model-parallel strategies refuse what can't run, with the reason, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import strategies
+from toolkit.cli import main
+from toolkit.job import make_job
+from toolkit.plan import Plan
+from toolkit.recipe_file import make_recipe
+
+
+@pytest.fixture
+def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({**recipe_mapping, "output": str(tmp_path / "runs")}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "nproc", "words"),
+    [
+        ("strategy={name: tensor_parallel, tp: 8}", 8, "tp 8 does not divide the 4 attention heads"),
+        ("strategy={name: pipeline, pp: 4}", 4, "4 stages need at least 4 layers; the model has 2"),
+        ("strategy={name: pipeline, pp: 2, zero_stage: 2}", 2, "a pipeline runs with ZeRO 0 or 1 only"),
+        ("strategy={name: pipeline, pp: 2, pipeline_bounds: [0, 2]}", 2, "2 stages need 3, e.g. [0, 1, 2]"),
+        ("strategy={name: sequence_parallel, sp: 8}", 8, "sp 8 does not divide the 4 attention heads"),
+        ("strategy={name: expert_parallel, ep: 2}", 2, "llama has no experts to spread"),
+        ("strategy={name: hybrid, tp: 2, pp: 4}", 8, "4 stages need at least 4 layers"),
+        ("strategy={name: hybrid, tp: 2, sp: 2}", 4, "sequence parallel runs with data parallel and ZeRO only"),
+    ],
+)
+def test_impossible_sizes_end_before_a_process_starts(
+    recipe: Path, override: str, nproc: int, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = main(["train", str(recipe), override, "--nproc", str(nproc)])
+    shown = capsys.readouterr()
+    assert code in (2, 3)
+    assert words in shown.err + shown.out.replace("\n", " ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sequence_that_does_not_divide_is_refused(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    override = "strategy={name: sequence_parallel, sp: 2}"
+    assert main(["plan", str(recipe), override, "data.seq_len=31", "--nproc", "2"]) == 3
+    assert "sp 2 does not divide sequences of 31 tokens" in capsys.readouterr().err
+
+
+def test_pipeline_plans_say_where_they_are_cut(recipe_mapping: dict[str, Any]) -> None:
+    job = make_job(make_recipe(recipe_mapping, ["strategy={name: pipeline, pp: 2}"]), 2)
+    plans = [plan for plan in strategies.propose(job, "pipeline") if isinstance(plan, Plan)]
+    assert {plan.pipeline_bounds for plan in plans} == {(0, 1, 2)}
+    assert "layers 0-1-2" in plans[0].describe()
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_parity_runs_every_strategy(devices: int) -> None:
+    names = {name for s in strategies.registry().values() for name in s.variants(devices)}
+    assert {"pipeline-2+zero-0", "pipeline-2+zero-1", "sequence-2+zero-3", "experts-2+zero-1"} <= names
+    assert {f"tensor-2+zero-{stage}" for stage in range(4)} <= names
+    assert ("hybrid-2x2+zero-1" in names) == (devices % 4 == 0)

@@ -1,0 +1,177 @@
+"""The notebook's side: the same planning, workers and files as on the command line, as functions."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from toolkit import launch
+from toolkit.commands.common import show_decision
+from toolkit.commands.session import start
+from toolkit.errors import RankFailed, ToolkitError
+from toolkit.live_curve import LiveCurve, in_notebook
+from toolkit.parity import compare, reference
+from toolkit.plan import Plan
+from toolkit.preflight import check
+from toolkit.recipe import Recipe
+from toolkit.recipe_file import load_recipe, make_recipe
+from toolkit.resolve import Resolved, resolve
+from toolkit.resources import find_recipe
+from toolkit.run_dir import RunDir, new_run_path
+
+RecipeLike = str | Path | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A planned recipe. Shown in a cell, it is the ranked table."""
+
+    resolved: Resolved
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan."""
+        return self.resolved.chosen.plan
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed config of the chosen plan."""
+        return self.resolved.deepspeed
+
+    def to_json(self) -> dict[str, Any]:
+        """What `toolkit plan --json` prints."""
+        return self.resolved.decision.to_json()
+
+    def __repr__(self) -> str:
+        console = Console(record=True, width=110, file=io.StringIO())
+        show_decision(self.resolved.decision, console)
+        return console.export_text()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Any:
+        """One row a step: a pandas DataFrame if pandas is there, else a list of dicts."""
+        rows = [json.loads(line) for line in RunDir(self.path).metrics.read_text(encoding="utf-8").splitlines()]
+        try:
+            import pandas
+        except ImportError:
+            return rows
+        return pandas.DataFrame(rows)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run ended."""
+        return dict(json.loads(RunDir(self.path).summary.read_text(encoding="utf-8")))
+
+    def model(self) -> Any:
+        """The trained Hugging Face model, from the newest checkpoint."""
+        from transformers import AutoModelForCausalLM
+
+        from toolkit.commands.export import newest
+        from toolkit.runtime.export import export
+
+        out = self.path / "model"
+        if not (out / "config.json").exists():
+            export(newest(self.path), out, merge=True)
+        return AutoModelForCausalLM.from_pretrained(out)
+
+
+def plan(recipe: RecipeLike, *overrides: str, nproc: int | None = None) -> Planned:
+    """Rank every plan for a recipe: a path, a shipped name, or a mapping."""
+    return Planned(resolve(_read(recipe, overrides), nproc))
+
+
+def train(recipe: RecipeLike, *overrides: str, nproc: int | None = None, run_dir: str | Path | None = None) -> Run:
+    """Train in real worker processes; the loss curve is drawn in the cell. An interrupt ends every worker."""
+    checked = check(_read(recipe, overrides), launch.environment(), print)
+    path = Path(run_dir) if run_dir else new_run_path(checked.output, checked.name)
+    return _run(checked, path, nproc, go_on=False)
+
+
+def resume(run_dir: str | Path, *overrides: str, nproc: int | None = None) -> Run:
+    """Go on with a run from its newest checkpoint, under the same or another strategy and world."""
+    path = Path(run_dir)
+    return _run(load_recipe(RunDir(path).recipe, ["checkpoint.resume=auto", *overrides]), path, nproc, go_on=True)
+
+
+def parity(
+    recipe: RecipeLike, *overrides: str, nproc: int = 2, strategies: str = "all", steps: int = 10
+) -> dict[str, Any]:
+    """The recipe under each strategy against one process: what `toolkit parity --json` prints."""
+    checked = check(_read(recipe, overrides), launch.environment(), print)
+    expected = reference(checked, steps)
+    outcomes = {o.name: o.to_json() for o in compare(checked, steps, nproc, strategies, expected)}
+    return {"steps": steps, "reference": list(expected.loss), "strategies": outcomes}
+
+
+def training_arguments(planned: Planned, output_dir: str, **options: Any) -> Any:
+    """`transformers.TrainingArguments` of a plan, for Trainer and TRL: the same batches, precision and ZeRO."""
+    from transformers import TrainingArguments
+
+    chosen, train_section = planned.plan, planned.resolved.recipe.train
+    given: dict[str, Any] = {
+        "output_dir": output_dir,
+        "deepspeed": planned.deepspeed,
+        "per_device_train_batch_size": chosen.micro_batch,
+        "gradient_accumulation_steps": chosen.grad_accum,
+        "learning_rate": planned.deepspeed["optimizer"]["params"]["lr"],
+        "max_grad_norm": train_section.grad_clip,
+        "bf16": chosen.precision == "bf16",
+        "fp16": chosen.precision == "fp16",
+        "gradient_checkpointing": chosen.recompute == "full",
+        "max_steps": train_section.steps or -1,
+        "seed": train_section.seed,
+        "use_cpu": planned.resolved.job.cluster.device.backend == "cpu",
+        "report_to": [],
+    }
+    for name, key in (("adam_beta1", 0), ("adam_beta2", 1)):
+        given[name] = train_section.betas[key]
+    given |= {"adam_epsilon": train_section.eps, "weight_decay": train_section.weight_decay}
+    return TrainingArguments(**{**given, **options})
+
+
+def deepspeed_plugin(planned: Planned) -> Any:
+    """`accelerate.DeepSpeedPlugin` of a plan, for people who write their own loop."""
+    from accelerate import DeepSpeedPlugin
+
+    return DeepSpeedPlugin(hf_ds_config=dict(planned.deepspeed), zero3_init_flag=False)
+
+
+def _read(recipe: RecipeLike, overrides: tuple[str, ...]) -> Recipe:
+    if isinstance(recipe, Mapping):
+        return make_recipe(dict(recipe), overrides)
+    return load_recipe(find_recipe(str(recipe)), overrides)
+
+
+def _run(recipe: Recipe, path: Path, nproc: int | None, *, go_on: bool) -> Run:
+    """Workers write to their logs; what they record is drawn here."""
+    if in_notebook():
+        recipe = replace(recipe, metrics=replace(recipe.metrics, console=False))
+    resolved = resolve(recipe, nproc)
+    console = Console(file=io.StringIO()) if in_notebook() else Console()
+    with LiveCurve(RunDir(path).metrics, recipe.train.steps):
+        code = start(resolved, path, "local", console, go_on=go_on)
+    if code:
+        raise _failure(code, path)
+    return Run(path)
+
+
+def _failure(code: int, path: Path) -> ToolkitError:
+    """One readable exception for what the workers said in their logs."""
+    log = RunDir(path).log(0)
+    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:] if log.exists() else []
+    error = RankFailed("\n".join([f"the run ended with exit code {code}; logs: {log.parent}", *last]))
+    error.exit_code = code
+    return error

@@ -1,0 +1,88 @@
+"""The loss curve in a notebook cell, drawn from metrics.jsonl while the workers run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+WIDTH, HEIGHT = 560, 160
+REFRESH_SECONDS = 0.5
+
+
+def in_notebook() -> bool:
+    """Whether an IPython kernel runs this process."""
+    shell = sys.modules.get("IPython")
+    current = shell.get_ipython() if shell is not None else None
+    return current is not None and "IPKernelApp" in current.config
+
+
+class LiveCurve:
+    """While it is entered, the cell shows progress; outside a notebook it does nothing."""
+
+    def __init__(self, metrics: Path, steps: int | None) -> None:
+        self._metrics, self._steps = metrics, steps
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._handle: Any = None
+
+    def __enter__(self) -> LiveCurve:
+        if in_notebook():
+            from IPython.display import HTML, display
+
+            self._handle = display(HTML("starting workers ..."), display_id=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._handle is not None:
+            self._thread.join()
+            self._draw()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(REFRESH_SECONDS):
+            self._draw()
+
+    def _draw(self) -> None:
+        records = read_records(self._metrics)
+        if records:
+            from IPython.display import HTML
+
+            self._handle.update(HTML(page(records, self._steps)))
+
+
+def read_records(metrics: Path) -> list[dict[str, Any]]:
+    """Whole lines of metrics.jsonl; the last may still be on its way."""
+    try:
+        lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
+    except OSError:
+        return []
+    return [json.loads(line) for line in lines]
+
+
+def page(records: list[dict[str, Any]], steps: int | None) -> str:
+    """A line of numbers and the curve, as HTML."""
+    last = records[-1]
+    words = (
+        f"step {last['step']}{f'/{steps}' if steps else ''} · loss {last['loss']:.4f} · "
+        f"{last['tokens_per_second']:,.0f} tokens/s · MFU {last['mfu']:.1%}"
+    )
+    return f"<div style='font-family: monospace'>{words}</div>{curve([record['loss'] for record in records])}"
+
+
+def curve(losses: list[float]) -> str:
+    """Losses as an SVG line; at most one point a pixel."""
+    stride = max(1, len(losses) // WIDTH)
+    points = losses[::stride]
+    low, high = min(points), max(points)
+    span = (high - low) or 1.0
+    across = WIDTH / max(1, len(points) - 1)
+    path = " ".join(f"{i * across:.1f},{(high - loss) / span * (HEIGHT - 10) + 5:.1f}" for i, loss in enumerate(points))
+    box = f"width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}'"
+    return f"<svg {box}><polyline points='{path}' fill='none' stroke='#3b82f6' stroke-width='1.5'/></svg>"
