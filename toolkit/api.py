@@ -82,9 +82,10 @@ class Run:
         from toolkit.commands.export import newest
         from toolkit.runtime.export import export
 
-        out = self.path / "model"
+        checkpoint = newest(self.path)
+        out = self.path / "model" / checkpoint.name
         if not (out / "config.json").exists():
-            export(newest(self.path), out, merge=True)
+            export(checkpoint, out, merge=True)
         return AutoModelForCausalLM.from_pretrained(out)
 
 

@@ -24,18 +24,20 @@ STEPS, SAVED = 14, 4
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data_parallel@2": (2, ("strategy.name=data_parallel",)),
     "zero1@4": (4, ("strategy.name=zero", "strategy.zero_stage=1")),
+    "tensor_parallel@2": (2, ("strategy.name=tensor_parallel", "strategy.tp=2")),
     "zero2@2": (2, ("strategy.name=zero", "strategy.zero_stage=2")),
-    "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
+    "hybrid@4": (4, ("strategy.name=hybrid", "strategy.pp=2", "strategy.tp=2")),
     "data_parallel@1": (1, ("strategy.name=data_parallel",)),
     "zero3@2": (2, ("strategy.name=zero", "strategy.zero_stage=3")),
-    "tensor2+zero1@4": (4, ("strategy={name: tensor_parallel, tp: 2, zero_stage: 1}",)),
-    "pipeline2@2": (2, ("strategy={name: pipeline, pp: 2, zero_stage: 0, grad_accum: 2}",)),
-    "hybrid+zero1@4": (4, ("strategy={name: hybrid, tp: 2, pp: 2, zero_stage: 1, grad_accum: 2}",)),
-    "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
+    "pipeline@2": (2, ("strategy.name=pipeline", "strategy.pp=2")),
     "zero3+cpu_params@2": (2, ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params")),
+    "sequence_parallel@2": (2, ("strategy.name=sequence_parallel", "strategy.sp=2")),
+    "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
+    "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
 }
 NAMES = list(LAYOUTS)
-PAIRS = [(source, NAMES[(i + gap) % len(NAMES)]) for i, source in enumerate(NAMES) for gap in (1, 3)]
+PAIRS = [(source, NAMES[(i + 1) % len(NAMES)]) for i, source in enumerate(NAMES)]
+PAIRS += [(source, NAMES[(i + 5) % len(NAMES)]) for i, source in enumerate(NAMES) if i % 3 == 1]
 BASE = (f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=9")
 
 
