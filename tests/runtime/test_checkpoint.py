@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from tests.conftest import Finished, Trainer
+from tests.runtime.suicidal import spike_at_step_9
 from toolkit import checkpoint_store as store
 from toolkit.checkpoint_format import canonical_json
 from toolkit.parity import largest_difference
@@ -247,3 +248,13 @@ def test_replicas_split_what_they_share() -> None:
             parts = [f.region for own in written for f in own if (f.name, f.kind) == (name, kind)]
             assert regions.cover(parts, n) is None
     assert max(sum(f.tensor.numel() for f in own) for own in written) <= 14
+
+
+def test_a_spike_is_rewound_and_its_batches_skipped(train: Trainer) -> None:
+    axes = ("strategy.name=zero", "strategy.zero_stage=2", "strategy.micro_batch=4", "train.on_spike=rewind")
+    done = train(*BASE, *axes, enter=spike_at_step_9)
+    assert [record["step"] for record in done.records] == list(range(1, STEPS + 1))
+    assert max(done.losses) < 10
+    assert "back to step 8, 8 samples are skipped" in done.run.log(0).read_text()
+    state = json.loads((saved(done, STEPS) / "state.json").read_text())
+    assert state["samples"] == 8 * (STEPS + 1), "the batch of the spike was used once and left behind"
