@@ -35,7 +35,7 @@ def test_train_resume_and_the_trained_model(recipe_mapping: dict[str, Any], tmp_
 
 
 def test_errors_are_one_readable_exception(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="did you mean train.steps"):
+    with pytest.raises(BadInput, match=r"did you mean train\.steps"):
         toolkit.train(recipe_mapping, "train.sterps=3", nproc=2)
     with pytest.raises(RankFailed, match="exit code 5"):
         toolkit.train(recipe_mapping, "train.lr=1e30", "train.optimizer=sgd", nproc=1, run_dir=tmp_path / "bad")

@@ -52,7 +52,8 @@ def gather(size: float, where: Group, cluster: Cluster, cal: Calibration, messag
         return 0.0
     hops = messages * (where.ranks - 1) * cal.ring_hop * cluster.inter_latency_seconds if where.nodes > 1 else 0.0
     wire = (where.ranks - 1) / where.ranks
-    return _startup(where, cluster, cal) + hops + _transfer(wire, size, bandwidth(where, cluster, cal), cal)
+    startup = messages * _startup(where, cluster, cal)
+    return startup + hops + _transfer(wire, size, bandwidth(where, cluster, cal), cal)
 
 
 def buckets(size: float) -> int:

@@ -35,7 +35,7 @@ class Software:
 
 
 ZERO_TENSORS = 7
-"""Weight matrices of a layer, which DeepSpeed's ZeRO 3 moves one by one; small tensors stay resident by now."""
+"""Weight matrices of a layer, which DeepSpeed's ZeRO 3 fetches module by module; small tensors stay resident."""
 ZERO_TENSORS_THEN = 12
 """Weights, biases and norms of a GPT layer, each moved by itself in the DeepSpeed of published figures."""
 ZERO_LINK_SHARE_THEN = 0.3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from toolkit import collectives
@@ -11,8 +10,6 @@ from toolkit.collectives import Group
 from toolkit.execution import Execution
 from toolkit.operators import LayerCost
 
-PREFETCH_ELEMENTS = 5e7
-"""Tensors are joined up to this size (DeepSpeed's `stage3_prefetch_bucket_size`)."""
 BACKWARD_GATHER = 1.25
 """Backward over forward traffic with sharded residuals: inputs are gathered once more, beside the weight gradient."""
 
@@ -76,7 +73,7 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
     params = e.mean_layer_params / e.tp
-    messages = max(1, min(e.software.zero_messages, math.ceil(params / PREFETCH_ELEMENTS)))
+    messages = e.software.zero_messages
     whole, shard = _groups(e)
     wide = whole if e.zero_variant == "hpz" else shard
     weights = (

@@ -37,7 +37,6 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("model.config={model_type: lama}", 2, "llama"),
         ("model.config={hidden_size: 32}", 2, "model_type"),
         ("model.config.hidden_size=wide", 2, "hidden_size"),
-        ("train.global_batch=7", 3, "global batch 7 can't be split over 2 data-parallel replicas; use 6 or 8"),
         ("data.seq_len=128", 2, "128 tokens given; the model takes at most 64"),
         ("data.path=/no/such/file.txt", 2, "no such file"),
         ("data.format=chat", 2, "data.format"),
@@ -70,6 +69,13 @@ def test_faults_of_the_recipe(
     assert words in message
     assert got == code
     assert not (tmp_path / "runs").exists(), "something was started"
+
+
+def test_a_batch_that_can_not_be_split(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (str(recipe), "strategy.name=zero", "train.global_batch=7", "--nproc", "2")
+    code, message = failing(capsys, "train", *argv)
+    assert code == 3
+    assert "global batch 7 can't be split over 2 data-parallel replicas; use 6 or 8" in message
 
 
 def test_more_processes_than_devices(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
