@@ -82,10 +82,10 @@ class Run:
         from toolkit.commands.export import newest
         from toolkit.runtime.export import export
 
-        out = self.path / "model"
+        checkpoint = newest(self.path)
+        out = self.path / "model" / checkpoint.name
         if not (out / "config.json").exists():
-            adapters = load_recipe(RunDir(self.path).recipe).model.lora is not None
-            export(newest(self.path), out, merge=adapters)
+            export(checkpoint, out, merge=True)
         return AutoModelForCausalLM.from_pretrained(out)
 
 

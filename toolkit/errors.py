@@ -59,6 +59,10 @@ class RankFailed(ToolkitError):
     exit_code = 4
 
 
+class OutOfMemory(RankFailed):
+    """A rank asked for more memory than its device has."""
+
+
 class CheckpointFailed(RankFailed):
     """A checkpoint could not be written; earlier ones are untouched."""
 

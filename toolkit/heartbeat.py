@@ -31,7 +31,7 @@ class Beat:
     step: int = 0
     """Steps that are done."""
     phase: str = "starting"
-    """`starting`, `training`, `saving` or `ended`."""
+    """`starting`, `first step`, `training`, `saving` or `ended`."""
     progress: int = 0
     """Grows whenever something gets done; a rank that hangs stays at one number."""
     exit_code: int | None = None

@@ -104,6 +104,12 @@ class Train:
     """Seed of weights, data order and dropout."""
     hang_timeout_seconds: float = number(600.0, above=0)
     """No rank gets anything done for so long: the run ends, and the rank that holds the others up is named."""
+    on_oom: Literal["stop", "replan"] = "stop"
+    """Out of device memory: stop and show the next plan, or go on under it from the last checkpoint."""
+    on_spike: Literal["ignore", "rewind"] = "ignore"
+    """A loss `spike_factor` times the usual: `rewind` goes back to the last checkpoint and skips the batches since."""
+    spike_factor: float = number(3.0, above=1)
+    """How far above the median of the last 20 steps a loss is a spike; used with `on_spike: rewind`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit import checkpoint_store as store
-from toolkit.runtime import safetensors_writer
-from toolkit.runtime.engine import ReplicaEngine
+from toolkit.runtime import engine, safetensors_writer
 from toolkit.runtime.pool import enter_worker
 
 SAVE_CALLS = {0: 12, 1: 2}
@@ -61,24 +60,33 @@ def die_in_save(when: float) -> None:
 
 def die_in_step(when: float) -> None:
     """In the middle of a step: a timer that fires some milliseconds into its forward pass."""
-    original, count = ReplicaEngine._loss_sum, [0]
 
-    def loss_sum(self: Any, micro: Any) -> Any:
-        count[0] += 1
-        if count[0] == int(when):
+    def look(count: int) -> float:
+        if count == int(when):
             threading.Timer(0.02 * (when % 1), die).start()
-        return original(self, micro)
+        return 1.0
 
-    ReplicaEngine._loss_sum = loss_sum  # type: ignore[method-assign]
+    scale_losses(look)
 
 
 def poison(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """From step 3 on, rank 1's loss is no number."""
-    original, count = ReplicaEngine._loss_sum, [0]
-
-    def loss_sum(self: Any, micro: Any) -> Any:
-        count[0] += 1
-        return original(self, micro) * (float("nan") if env["RANK"] == "1" and count[0] >= 3 else 1.0)
-
-    ReplicaEngine._loss_sum = loss_sum  # type: ignore[method-assign]
+    scale_losses(lambda count: float("nan") if env["RANK"] == "1" and count >= 3 else 1.0)
     enter_worker(argv, env)
+
+
+def spike_at_step_9(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """The loss of the ninth batch is ten times too large."""
+    scale_losses(lambda count: 10.0 if count == 9 else 1.0)
+    enter_worker(argv, env)
+
+
+def scale_losses(factor: Callable[[int], float]) -> None:
+    """Multiply the loss of this process's n-th micro-batch, counted from 1, by `factor(n)`."""
+    original, count = engine.summed_loss, [0]
+
+    def summed_loss(*args: Any) -> Any:
+        count[0] += 1
+        return original(*args) * factor(count[0])
+
+    engine.summed_loss = summed_loss

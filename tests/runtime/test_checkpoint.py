@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from tests.conftest import Finished, Trainer
+from tests.runtime.suicidal import spike_at_step_9
 from toolkit import checkpoint_store as store
 from toolkit.checkpoint_format import canonical_json
 from toolkit.parity import largest_difference
@@ -24,18 +25,20 @@ STEPS, SAVED = 14, 4
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data_parallel@2": (2, ("strategy.name=data_parallel",)),
     "zero1@4": (4, ("strategy.name=zero", "strategy.zero_stage=1")),
+    "tensor_parallel@2": (2, ("strategy.name=tensor_parallel", "strategy.tp=2")),
     "zero2@2": (2, ("strategy.name=zero", "strategy.zero_stage=2")),
-    "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
+    "hybrid@4": (4, ("strategy.name=hybrid", "strategy.pp=2", "strategy.tp=2")),
     "data_parallel@1": (1, ("strategy.name=data_parallel",)),
     "zero3@2": (2, ("strategy.name=zero", "strategy.zero_stage=3")),
-    "tensor2+zero1@4": (4, ("strategy={name: tensor_parallel, tp: 2, zero_stage: 1}",)),
-    "pipeline2@2": (2, ("strategy={name: pipeline, pp: 2, zero_stage: 0, grad_accum: 2}",)),
-    "hybrid+zero1@4": (4, ("strategy={name: hybrid, tp: 2, pp: 2, zero_stage: 1, grad_accum: 2}",)),
-    "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
+    "pipeline@2": (2, ("strategy.name=pipeline", "strategy.pp=2")),
     "zero3+cpu_params@2": (2, ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params")),
+    "sequence_parallel@2": (2, ("strategy.name=sequence_parallel", "strategy.sp=2")),
+    "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
+    "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
 }
 NAMES = list(LAYOUTS)
-PAIRS = [(source, NAMES[(i + gap) % len(NAMES)]) for i, source in enumerate(NAMES) for gap in (1, 3)]
+PAIRS = [(source, NAMES[(i + 1) % len(NAMES)]) for i, source in enumerate(NAMES)]
+PAIRS += [(source, NAMES[(i + 5) % len(NAMES)]) for i, source in enumerate(NAMES) if i % 3 == 1]
 BASE = (f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=9")
 
 
@@ -245,3 +248,13 @@ def test_replicas_split_what_they_share() -> None:
             parts = [f.region for own in written for f in own if (f.name, f.kind) == (name, kind)]
             assert regions.cover(parts, n) is None
     assert max(sum(f.tensor.numel() for f in own) for own in written) <= 14
+
+
+def test_a_spike_is_rewound_and_its_batches_skipped(train: Trainer) -> None:
+    axes = ("strategy.name=zero", "strategy.zero_stage=2", "strategy.micro_batch=4", "train.on_spike=rewind")
+    done = train(*BASE, *axes, enter=spike_at_step_9)
+    assert [record["step"] for record in done.records] == list(range(1, STEPS + 1))
+    assert max(done.losses) < 10
+    assert "back to step 8, 8 samples are skipped" in done.run.log(0).read_text()
+    state = json.loads((saved(done, STEPS) / "state.json").read_text())
+    assert state["samples"] == 8 * (STEPS + 1), "the batch of the spike was used once and left behind"

@@ -68,12 +68,12 @@ def test_an_exception_is_named_with_its_last_words(watched: Watched) -> None:
 
 
 def test_a_stopped_rank_is_named_with_the_collective(watched: Watched) -> None:
-    done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=3")
+    done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=6")
     assert done.code == 4
     assert "rank 1 on" in done.message
     assert "is stopped at step" in done.message
     assert "the other ranks wait for it in all_" in done.message
-    assert done.seconds < 3 + 2 + 1
+    assert done.seconds < 6 + 2 + 1
     for rank in (0, 1):
         assert "most recent call first" in done.run.log(rank).read_text()
 
@@ -93,7 +93,7 @@ def sleep_on_rank_0(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 
 def test_a_rank_that_never_comes_back_is_named(watched: Watched) -> None:
-    done = watched(None, *LONG, "train.hang_timeout_seconds=3", enter=sleep_on_rank_0)
+    done = watched(None, *LONG, "train.hang_timeout_seconds=6", enter=sleep_on_rank_0)
     assert "rank 0 on" in done.message
     assert "hangs at step" in done.message
     assert "in after" in done.message
@@ -102,8 +102,8 @@ def test_a_rank_that_never_comes_back_is_named(watched: Watched) -> None:
 
 def test_a_bare_worker_ends_a_hang_by_itself(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without our supervisor: the ranks that wait dump their stacks, say who is silent, and exit."""
-    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(9) or "")
-    done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=1")
+    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(8) or "")
+    done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=4")
     assert heartbeat.read_all(done.run.heartbeats)[0].exit_code == 4
     assert "nothing was done for" in heartbeat.read_all(done.run.heartbeats)[0].error
 

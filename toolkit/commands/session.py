@@ -10,9 +10,10 @@ from rich.console import Console
 
 from toolkit import checkpoint_store as store
 from toolkit import launch
+from toolkit.commands import out_of_memory
 from toolkit.commands.doctor import show as show_findings
 from toolkit.doctor import QUICK, Site, examine
-from toolkit.errors import BadInput, NoPlanFits, RankFailed
+from toolkit.errors import BadInput, NoPlanFits, OutOfMemory, RankFailed
 from toolkit.resolve import Resolved, resolve
 from toolkit.run_dir import RunDir
 
@@ -34,28 +35,40 @@ def start(
 ) -> int:
     """Write the run directory, launch, watch; the exit code of the contract."""
     _examine(path, console)
-    seen = newest(path)
-    for left in range(max_restarts, -1, -1):
+    left, failed, seen = max_restarts, False, newest(path)
+    while True:
         nproc = resolved.chosen.plan.devices
-        run = resolved.write(path, go_on=go_on or left < max_restarts)
+        run = resolved.write(path, go_on=go_on)
+        go_on = True
         _write_accelerate(run, resolved, nproc)
         console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
         try:
             return _launch(resolved, run, launcher, nproc)
+        except OutOfMemory as error:
+            resolved = _leaner_or_stop(resolved, run, error, console)
         except RankFailed as error:
             if not left:
                 raise
+            left -= 1
             console.print(str(error), highlight=False, markup=False)
-        reached = newest(path)
-        if reached == seen and left < max_restarts:
-            resolved = _smaller(resolved, nproc)
-        seen = reached
+            if failed and newest(path) == seen:
+                resolved = _smaller(resolved, nproc)
+            failed, seen = True, newest(path)
         console.print(
-            f"starting again from {'the beginning' if seen is None else f'step {seen}'} with "
-            f"{resolved.chosen.plan.devices} processes; restarts left: {left - 1}",
+            f"starting again from {'the beginning' if newest(path) is None else f'step {newest(path)}'} with "
+            f"{resolved.chosen.plan.devices} processes; restarts left: {left}",
             highlight=False,
         )
-    raise AssertionError("the last attempt returns or raises")
+
+
+def _leaner_or_stop(resolved: Resolved, run: RunDir, error: OutOfMemory, console: Console) -> Resolved:
+    """The next plan if the recipe says so; else the error, with what was predicted and what to try."""
+    option = out_of_memory.leaner(resolved)
+    text = f"{error}\n{out_of_memory.explain(resolved, option, run)}"
+    if option is None or resolved.recipe.train.on_oom != "replan":
+        raise OutOfMemory(text) from None
+    console.print(text, highlight=False, markup=False)
+    return out_of_memory.under(resolved, option)
 
 
 def _examine(path: Path, console: Console) -> None:

@@ -50,6 +50,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._snapshots = checkpoint_writer.Snapshots()
 
     def save(self, step: int) -> None:
         """Save; under `asynchronous`, return as soon as the state is copied."""
@@ -60,7 +61,7 @@ class Saver:
         found = checkpoint_writer.parts(share(self.state.fragments()), self.world.rank)
         documents = self._documents(step)
         if self.recipe.checkpoint.asynchronous:
-            found = checkpoint_writer.snapshot(found)
+            found = self._snapshots.take(found)
             self._writing = threading.Thread(target=self._write_behind, args=(step, found, documents), daemon=True)
             self._writing.start()
         else:

@@ -31,8 +31,6 @@ def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_cod
     recipe = load_recipe(checkpoint / "recipe.yaml")
     # A checkpoint may come from anyone: whether code that comes with a model runs is the caller's to say.
     section = replace(recipe.model, trust_remote_code=trust_remote_code)
-    if merge and section.lora is None:
-        raise BadInput("--merge", "the run trained no adapters; leave it out")
     reader, dtype = Reader.open(checkpoint), DTYPES[section.precision]
     writing = _begin(out)
     if section.lora is None:

@@ -63,6 +63,14 @@ class JsonlSink:
         assert self._file is not None
         self._file.write(json.dumps(asdict(record)) + "\n")
 
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Cut the file after a step; the lines that stay."""
+        assert self._file is not None
+        self._file.close()
+        kept = keep_until(self._metrics, step)
+        self.start({})
+        return kept
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._file is not None:
             self._file.close()
@@ -113,6 +121,12 @@ class Recorder:
         if records:
             self.first_loss = records[0]["loss"]
             self.last = Record(**{f.name: records[-1].get(f.name, 0) for f in fields(Record)})
+
+    def rewind(self, step: int) -> None:
+        """Forget what was recorded after a step: the run has gone back to it."""
+        for sink in self.sinks:
+            if isinstance(sink, JsonlSink):
+                self.go_on(sink.rewind(step))
 
     def typical_step_seconds(self) -> float:
         """Median without the first steps, in which caches fill and one is watched for memory."""

@@ -8,5 +8,6 @@ import torch._inductor.compile_fx  # noqa: F401 - and it imports the compiler
 import transformers.models.auto.modeling_auto  # noqa: F401
 
 import toolkit.runtime.coverage
+import toolkit.runtime.pulse
 import toolkit.runtime.run
 import toolkit.worker  # noqa: F401

@@ -29,7 +29,7 @@ class Pulse:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._terminal, self._parent = directory, terminal, parent
         self._beat = Beat(rank=rank, host=socket.gethostname(), pid=os.getpid(), time=time.time())
-        self._timeout = float("inf")
+        self._timeout = self._wanted = float("inf")
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
@@ -40,12 +40,14 @@ class Pulse:
         self._thread.start()
 
     def watch(self, timeout_seconds: float) -> None:
-        """Training begins: from now on, nothing done for so long is a hang."""
-        self._timeout = timeout_seconds
-        self.move(phase="training")
+        """Training begins: after the first step, which fills caches, nothing done for so long is a hang."""
+        self._wanted = timeout_seconds
+        self.move(phase="first step")
 
     def move(self, *, step: int | None = None, phase: str | None = None) -> None:
         """Something was done."""
+        if step is not None:
+            self._timeout = self._wanted
         beat = self._beat
         self._beat = replace(
             beat,

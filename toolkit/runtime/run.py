@@ -20,8 +20,9 @@ from toolkit.runtime.keeper import CheckpointKeeper, Moving
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import JsonlSink, Recorder, Sink, keep_until
 from toolkit.runtime.model import vocabulary
+from toolkit.runtime.rewind import Rewind
 from toolkit.runtime.tokenizer import load_tokenizer
-from toolkit.runtime.trainer import Observer, Share, train
+from toolkit.runtime.trainer import Observer, Share, Spike, SpikeGuard, train
 from toolkit.runtime.wandb_sink import WandbSink
 from toolkit.schedule import make_schedule
 from toolkit.stop import StopRequest
@@ -63,6 +64,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
         memory=MemoryMeter(),
         model_flops=order.model_flops,
         peak_flops=order.peak_flops * world.size,
+        guard=SpikeGuard(recipe.train.spike_factor if recipe.train.on_spike == "rewind" else float("inf")),
         scales_loss=plan.precision == "fp16",
     )
     keeper = _keeper(order, run, world, engine, data_order, watched, steps=steps, done=done)
@@ -73,7 +75,13 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     watched.pulse.watch(recipe.train.hang_timeout_seconds)
     started, status = time.perf_counter(), "failed"
     try:
-        train(engine, samples, data_order, share, range(done, steps), observer, keeper)
+        rewind = Rewind(engine.state, keeper.saver, recorder, _speaker(world, console))
+        while done < steps:
+            try:
+                train(engine, samples, data_order, share, range(done, steps), observer, keeper)
+                done = steps
+            except Spike as spike:
+                done, data_order = rewind.before(spike)
         status = "done"
     except LossNotFinite:
         status = "loss_not_finite"

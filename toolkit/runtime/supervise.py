@@ -23,7 +23,7 @@ from toolkit.stop import SIGNALS
 GRACE_SECONDS = 1.5
 """Time that workers have to end by themselves after one of them failed: enough to write why."""
 STARTUP_SECONDS = 900.0
-"""Time without progress before training begins (loading a model, joining) that counts as a hang."""
+"""Time without progress before the first step ends (loading a model, joining, filling caches) that is a hang."""
 POLL_SECONDS = 0.05
 DUMP_SECONDS = 0.7
 """Time for the stacks to reach the logs."""
@@ -92,7 +92,7 @@ def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
             if heartbeat.moved(beats, now):
                 since = looked
             beats = now
-        training = bool(beats) and all(beat.phase != "starting" for beat in beats.values())
+        training = bool(beats) and all(beat.phase not in ("starting", "first step") for beat in beats.values())
         if time.monotonic() - since > (timeout if training else max(timeout, STARTUP_SECONDS)):
             raise RankFailed(_hang(beats, run, time.monotonic() - since))
         time.sleep(POLL_SECONDS)

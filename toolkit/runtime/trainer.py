@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -52,6 +54,30 @@ def train(
         keeper.after(step + 1)
 
 
+class Spike(Exception):
+    """The loss jumped; everything up to and with `step` is to be left behind."""
+
+    def __init__(self, step: int, loss: float, usual: float) -> None:
+        self.step = step
+        super().__init__(f"the loss is {loss:.4g} at step {step}, usually {usual:.4g}")
+
+
+@dataclass
+class SpikeGuard:
+    """Compares each loss with the median of those before it."""
+
+    factor: float
+    """How many times the median is a spike; infinite: none is."""
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+
+    def look(self, step: int, loss: float) -> None:
+        """`Spike` if this loss is one."""
+        usual = statistics.median(self.recent) if len(self.recent) >= 5 else float("inf")
+        if loss > self.factor * usual:
+            raise Spike(step, loss, usual)
+        self.recent.append(loss)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Observer:
     """Turns what a step did into a record, and stops the run when the loss is no number."""
@@ -63,6 +89,7 @@ class Observer:
     """FLOPs of a step by convention."""
     peak_flops: float
     """Of all devices."""
+    guard: SpikeGuard
     scales_loss: bool
     """Whether steps with overflowing gradients are part of the game (fp16)."""
 
@@ -91,6 +118,7 @@ class Observer:
         # ZeRO skips updates whose gradient is no number, for ever and without a word; with fp16 that is how the
         # loss scale is found.
         if math.isfinite(loss) and (math.isfinite(norm) or self.scales_loss):
+            self.guard.look(step, loss)
             return
         bad = result.own_faults is not None and float(result.own_faults) > 0
         found = gather_objects((ids.tolist(), bad))

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from toolkit import heartbeat
-from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, Preempted, RankFailed, ToolkitError
+from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.heartbeat import Beat
 from toolkit.run_dir import RunDir
 
@@ -20,6 +20,7 @@ TAIL_LINES = 15
 SPOKEN: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
 """Ends that the workers have told the person about in one message."""
 GIB = 2**30
+_NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError")
 
 
 def report(codes: Mapping[int, int | None], beats: dict[int, Beat], run: RunDir, kills_before: int) -> int:
@@ -28,7 +29,8 @@ def report(codes: Mapping[int, int | None], beats: dict[int, Beat], run: RunDir,
     code = codes.get(rank) or (beats[rank].exit_code if rank in beats else None)
     if code in {error.exit_code for error in SPOKEN}:
         return int(code or 0)
-    raise RankFailed(_failure(rank, code, beats.get(rank), run, oom_kills() - kills_before))
+    text = _failure(rank, code, beats.get(rank), run, oom_kills() - kills_before)
+    raise OutOfMemory(text) if rank in beats and _NO_MEMORY.search(beats[rank].error) else RankFailed(text)
 
 
 def first_to_fail(codes: Mapping[int, int | None], beats: Mapping[int, Beat]) -> int:
