@@ -55,6 +55,11 @@ RULES: tuple[Rule, ...] = (
         reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
     ),
     Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp * plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
+        reason="without ZeRO, DeepSpeed's 16-bit optimizers leave shards and experts out of the gradient norm "
+        "and so clip wrongly; use zero_stage 1",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
         reason="offload is offered with data parallel and ZeRO only: parity under tensor or pipeline axes is not shown",
     ),

@@ -27,10 +27,10 @@ def test_recurrent_layers_are_no_sequence_shards() -> None:
     assert "the loss" in verdict.reason
 
 
-@pytest.mark.parametrize(("kind", "name"), [("apertus", "act_fn"), ("inkling_text", "experts")])
+@pytest.mark.parametrize(("kind", "name"), [("apertus", "act_fn")])
 def test_errors_of_published_plans_are_found(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prove(model(kind), Axes(2, 1, 1)).ok
     monkeypatch.setattr(tensor_plan, "CORRECTIONS", {})
     verdict = prove(model(kind), Axes(2, 1, 1))
     assert not verdict.ok
-    assert name in verdict.reason or "the loss" in verdict.reason
+    assert name in verdict.reason

@@ -51,6 +51,14 @@ def test_a_sequence_that_does_not_divide_is_refused(recipe: Path, capsys: pytest
     assert "sp 2 does not divide sequences of 31 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])
+def test_shards_in_16_bits_need_zero_1(name: str, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = f"strategy={{name: {name}, zero_stage: 0}}"
+    assert main(["plan", str(recipe), fixed, "model.precision=bf16", "--nproc", "2"]) == 3
+    assert "out of the gradient norm" in capsys.readouterr().err
+    assert main(["plan", str(recipe), fixed, "--nproc", "2"]) == 0
+
+
 def test_pipeline_plans_say_where_they_are_cut(recipe_mapping: dict[str, Any]) -> None:
     job = make_job(make_recipe(recipe_mapping, ["strategy={name: pipeline, pp: 2}"]), 2)
     plans = [plan for plan in strategies.propose(job, "pipeline") if isinstance(plan, Plan)]

@@ -15,7 +15,7 @@ from toolkit.recipe import Train
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import NoNumbers, NormMeter, StepResult, counted_tokens, placed, undo_first_step
+from toolkit.runtime.engine import NoNumbers, NormMeter, StepResult, counted_tokens, placed
 from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.pipeline_stage import Stage
@@ -46,7 +46,6 @@ class PipelineRun:
             config=config,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
-        undo_first_step(self._engine.optimizer, mesh.plan, train)
         self._norm = NormMeter(self._engine, mesh)
 
     @property

@@ -129,7 +129,7 @@ def _whole(twin: Model, kind: torch.dtype) -> _Expected:
                 raise
             continue  # this type takes no mask: then it is not trained on padded data
         used.append(micro)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return _Expected(used, losses, gradients)
 
@@ -215,7 +215,7 @@ def _run(parts: Sequence[Any], share: SequenceShare | None, group: ThreadGroup, 
                 value = stage(value)
             loss = value
         loss.backward()  # type: ignore[no-untyped-call]
-        return float(loss)
+        return float(loss.detach())
     except BaseException:
         group.give_up()
         raise
