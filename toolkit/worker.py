@@ -81,7 +81,7 @@ class Rank:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run as one rank; the exit code is the contract's."""
-    args = _parser().parse_args(argv)
+    args = _parser().parse_intermixed_args(argv)  # overrides may stand behind --run-dir, too
     adopt_slurm()
     parent = os.environ.get(PARENT)
     rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None)

@@ -49,10 +49,12 @@ def test_a_bare_worker_goes_on_and_saves_when_asked_to_stop(recipe: Path, tmp_pa
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", "toolkit.worker"]
     command = [sys.executable, *launcher, str(recipe), "--run-dir", str(run), "checkpoint.every=5"]
     process = subprocess.Popen([*command, "train.steps=1000000"], stderr=subprocess.PIPE, text=True)
-    pids = _worker_pids(run)
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-    process.communicate(timeout=120)
+    try:
+        for pid in _worker_pids(run, process):
+            os.kill(pid, signal.SIGTERM)
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
     beats = [json.loads((run / "heartbeats" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [beat["exit_code"] for beat in beats] == [75, 75]
     newest = store.steps(run / "checkpoints")[0]
@@ -62,9 +64,9 @@ def test_a_bare_worker_goes_on_and_saves_when_asked_to_stop(recipe: Path, tmp_pa
     assert steps(run) == list(range(1, newest + 3))
 
 
-def _worker_pids(run: Path) -> list[int]:
+def _worker_pids(run: Path, launcher: subprocess.Popen[str]) -> list[int]:
     deadline = time.monotonic() + 180
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and launcher.poll() is None:
         try:
             beats = [json.loads((run / "heartbeats" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
             if all(beat["step"] >= 1 for beat in beats):
