@@ -201,7 +201,7 @@ def save(root: Path, step: int, fragments: list[Fragment]) -> Path:
 
 def throughput(count: int, root: Path) -> dict[str, Any]:
     """Save, hashing included, against a plain sequential write and fsync of the same bytes to the same disk."""
-    fragments = big_fragments(512)
+    fragments = big_fragments(2048)
     size = sum(fragment.tensor.nbytes for fragment in fragments)
     plain, saves, stalls = [], [], []
     snapshots = checkpoint_writer.Snapshots()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ from toolkit.runtime import rng, safetensors_writer
 from toolkit.runtime.distributed import broadcast_object, gather_objects
 from toolkit.runtime.fragments import Fragment
 
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 10**9
 """Files above this size are split."""
+WRITERS = 4
+"""Files that a rank writes at a time."""
 SPARE_BYTES = 1 << 20
 """Beside the tensors: index, state, manifest."""
 
@@ -127,12 +130,20 @@ Outcome = tuple[dict[str, FileEntry], list[tuple[str, tuple[int, ...], Piece]], 
 
 
 def _write_parts(writing: Path, found: list[Part], tick: Callable[[], object]) -> Outcome:
-    files: dict[str, FileEntry] = {}
-    try:
-        for part in found:
-            files[part.name] = safetensors_writer.write(writing / part.name, part.tensors, tick=tick)
-    except OSError as error:
-        return {}, [], f"{writing / part.name}: {error.strerror}"
+    """Some files at a time: hashing keeps a core busy for each, and fast disks take several streams."""
+
+    def write_one(part: Part) -> FileEntry | str:
+        try:
+            return safetensors_writer.write(writing / part.name, part.tensors, tick=tick)
+        except OSError as error:
+            return f"{writing / part.name}: {error.strerror}"
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        results = list(pool.map(write_one, found))
+    errors = [result for result in results if isinstance(result, str)]
+    if errors:
+        return {}, [], errors[0]
+    files = {part.name: entry for part, entry in zip(found, results, strict=True) if isinstance(entry, FileEntry)}
     return files, [piece for part in found for piece in part.pieces], ""
 
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from toolkit import regions
+from toolkit.errors import CheckpointFailed
 from toolkit.regions import Region
 from toolkit.runtime.fragments import BUFFER, WEIGHT, Fragment, Held, held_fragments
 
@@ -47,6 +48,10 @@ class DeepSpeedState:
         self._place = place
 
     def fragments(self) -> Iterator[Fragment]:
+        if vars(self._engine.optimizer).get("swap_optimizer"):  # set by ZeRO 3 alone
+            raise CheckpointFailed(
+                "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
+            )
         for fragment in held_fragments(self._held(), self._base.state, self._copy, self._copies):
             yield fragment if self._writes(fragment.name) else replace(fragment, copy=self._copies)
         for name, buffer in persistent_buffers(self._model):
