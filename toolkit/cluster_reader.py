@@ -99,6 +99,19 @@ def _site_faults(section: ClusterSection) -> list[Problem]:
     return problems
 
 
+def check_here(cluster: Cluster) -> None:
+    """Stop if this host can't be the cluster: its workers would find other devices than were planned for."""
+    if cluster.nodes > 1:
+        what = f"{cluster.nodes} nodes; workers are started on this host only; for more: toolkit emit, or your launcher"
+        raise BadInput("cluster", what)
+    if cluster.device.backend == "cpu":
+        return
+    there = _nvidia_names()
+    if len(there) < cluster.devices:
+        what = f"{cluster.devices} × {cluster.device.name}; this host has {len(there) or 'none'}; try it here: cluster=auto"
+        raise BadInput("cluster", what)
+
+
 def probe(nproc: int | None) -> Cluster:
     """This machine: its NVIDIA devices if there are any, else processes on the CPU."""
     names = _nvidia_names()
