@@ -108,7 +108,8 @@ def check_here(cluster: Cluster) -> None:
         return
     there = _nvidia_names()
     if len(there) < cluster.devices:
-        what = f"{cluster.devices} × {cluster.device.name}; this host has {len(there) or 'none'}; try it here: cluster=auto"
+        found = len(there) or "none"
+        what = f"{cluster.devices} × {cluster.device.name}; this host has {found}; try it here: cluster=auto"
         raise BadInput("cluster", what)
 
 
