@@ -15,9 +15,9 @@ from toolkit.resources import CONFIGS
 
 def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     """Everything that planning depends on; `BadInput` where model, data and cluster can't go together."""
-    model = read_model(recipe.model)
+    config = raw_config(recipe.model)
     job = Job(
-        model=model,
+        model=read_model_config(config),
         cluster=read_cluster(recipe.cluster, nproc),
         workload=Workload(
             global_batch=recipe.train.global_batch,
@@ -30,7 +30,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = _faults(job)
+    problems = [*_faults(job), *_unheeded(config)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -60,3 +60,11 @@ def _faults(job: Job) -> list[Problem]:
     if job.cluster.devices % devices:
         problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))
     return problems
+
+
+def _unheeded(config: Mapping[str, Any]) -> list[Problem]:
+    """Switches of a model that would be ignored in silence: our loss is the cross-entropy, under every strategy."""
+    if config.get("output_router_logits") is True:
+        what = "true given; router losses of mixtures are not part of the loss here; set it to false"
+        return [Problem("model.config.output_router_logits", what)]
+    return []

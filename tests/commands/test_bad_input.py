@@ -37,6 +37,7 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("model.config={model_type: lama}", 2, "llama"),
         ("model.config={hidden_size: 32}", 2, "model_type"),
         ("model.config.hidden_size=wide", 2, "hidden_size"),
+        ("model.config.output_router_logits=true", 2, "router losses"),
         ("data.seq_len=128", 2, "128 tokens given; the model takes at most 64"),
         ("data.path=/no/such/file.txt", 2, "no such file"),
         ("data.format=chat", 2, "data.format"),
