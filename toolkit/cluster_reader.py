@@ -99,6 +99,20 @@ def _site_faults(section: ClusterSection) -> list[Problem]:
     return problems
 
 
+def check_here(cluster: Cluster) -> None:
+    """Stop if this host can't be the cluster: its workers would find other devices than were planned for."""
+    if cluster.nodes > 1:
+        what = f"{cluster.nodes} nodes; workers are started on this host only; for more: toolkit emit, or your launcher"
+        raise BadInput("cluster", what)
+    if cluster.device.backend == "cpu":
+        return
+    there = _nvidia_names()
+    if len(there) < cluster.devices:
+        found = len(there) or "none"
+        what = f"{cluster.devices} × {cluster.device.name}; this host has {found}; try it here: cluster=auto"
+        raise BadInput("cluster", what)
+
+
 def probe(nproc: int | None) -> Cluster:
     """This machine: its NVIDIA devices if there are any, else processes on the CPU."""
     names = _nvidia_names()
@@ -167,8 +181,8 @@ def cpu_device(processes: int) -> Device:
         backend="cpu",
         memory_bytes=_host_bytes() // processes,
         peak_flops=flops,
-        matmul_flops=0.6 * flops,
-        memory_bytes_per_second=8e9 * share,
+        matmul_flops=flops,
+        memory_bytes_per_second=14e9 * share,
         link_bytes_per_second=1.5e9,
         host_bytes_per_second=5e9,
         inter_gbps=10.0,

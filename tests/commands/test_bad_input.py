@@ -85,6 +85,21 @@ def test_more_processes_than_devices(recipe: Path, capsys: pytest.CaptureFixture
     assert "8 processes given; cluster has 4 devices" in message
 
 
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ("{device: H100-SXM5-80GB, devices_per_node: 2}", "2 × H100-SXM5-80GB; this host has none"),
+        ("{device: cpu, nodes: 2, devices_per_node: 2}", "2 nodes; workers are started on this host only"),
+    ],
+)
+def test_a_cluster_that_is_not_this_host(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster: str, words: str
+) -> None:
+    code, message = failing(capsys, "train", str(recipe), f"cluster={cluster}")
+    assert (code, words in message) == (2, True)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_existing_run_directory(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "file").write_text("x")

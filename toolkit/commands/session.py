@@ -10,6 +10,7 @@ from rich.console import Console
 
 from toolkit import checkpoint_store as store
 from toolkit import launch
+from toolkit.cluster_reader import check_here
 from toolkit.commands import out_of_memory
 from toolkit.commands.doctor import show as show_findings
 from toolkit.doctor import QUICK, Site, examine
@@ -34,6 +35,7 @@ def start(
     resolved: Resolved, path: Path, launcher: str, console: Console, *, max_restarts: int = 0, go_on: bool = False
 ) -> int:
     """Write the run directory, launch, watch; the exit code of the contract."""
+    check_here(resolved.job.cluster)
     _examine(path, console)
     left, failed, seen = max_restarts, False, newest(path)
     while True:

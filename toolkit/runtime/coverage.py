@@ -29,7 +29,7 @@ NOISE_FACTOR = 10.0
 """A difference within so many times of what one process shows for a nudge of one bit is rounding."""
 LARGEST = 20_000_000
 """Parameters above which a config did not become tiny."""
-TIMEOUT_SECONDS = 90.0
+TIMEOUT_SECONDS = 240.0
 
 REFERENCE = Plan(strategy="data_parallel", micro_batch=SEQUENCES, precision="fp32")
 CASES: dict[str, Plan] = {

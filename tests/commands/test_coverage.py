@@ -1,0 +1,45 @@
+"""`toolkit coverage`: what it writes, and what it goes on from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import main
+from toolkit.commands.coverage import markdown
+from toolkit.runtime.coverage import Result
+
+OK = Result(status="ok", loss_difference=1e-7, norm_difference=2e-7)
+ROWS = {
+    "llama": {"zero-3": OK, "pipeline": OK},
+    "hrm_text": {"zero-3": OK, "pipeline": Result(status="refused", reason="layers run six times")},
+    "odd": {case: Result(status="untrainable", reason="no forward") for case in ("zero-3", "pipeline")},
+}
+
+
+def test_the_page_counts_what_trains_and_gives_reasons_for_the_rest() -> None:
+    page = markdown(ROWS)
+    assert "2 of 3 types train in one process" in page
+    assert "| zero-3 | 2 | 0 | 0 |" in page
+    assert "| pipeline | 1 | 1 | 0 |" in page
+    assert "| hrm_text | 1e-07 | refused |" in page
+    assert "- `hrm_text`, pipeline: refused: layers run six times" in page
+    assert "- `odd`: no forward" in page
+
+
+@pytest.mark.parametrize(("status", "code"), [("refused", 0), ("mismatch", 1)])
+def test_known_results_are_not_run_again(
+    status: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = {"zero-3": {"status": status, "reason": "because", "loss_difference": None, "norm_difference": None}}
+    cache = tmp_path / "cache.jsonl"
+    cache.write_text(json.dumps({"type": "llama", "cases": cases}) + "\n")
+    assert main(["coverage", "--types", "llama", "--cache", str(cache), "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["llama"]["zero-3"]["status"] == status
+
+
+def test_an_unknown_type_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["coverage", "--types", "lama"]) == 2
+    assert "llama" in capsys.readouterr().err
