@@ -128,9 +128,9 @@ def stops(count: int, root: Path) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
 
         done = supervised(RECIPE, path, ask, *LONG, "checkpoint.every=3")
-        step = store.steps(done.run.checkpoints)[0]
+        step, reached = store.steps(done.run.checkpoints)[0], max(done.losses)
         again = supervised(RECIPE, path, None, *AXES, f"train.steps={step + 1}", "checkpoint.every=3")
-        saved += done.code == 75 and max(done.losses) == step and again.code == 0
+        saved += done.code == 75 and reached == step and again.code == 0
         shutil.rmtree(path)
     return {"stops": count, "saved_and_resumed": saved}
 

@@ -53,9 +53,7 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
     if recipe.data.format != "text":
         yield Problem("data.format", f"{recipe.data.format} can't be trained by this version; text can")
     if recipe.checkpoint.every and (recipe.strategy.offload or "").startswith("nvme"):
-        yield Problem(
-            "checkpoint.every", "states on NVMe can't be saved by this version; use strategy.offload=cpu, or 0"
-        )
+        yield Problem("checkpoint.every", "states on NVMe can't be saved by this version; use offload: cpu, or 0")
     if recipe.model.lora is not None and importlib.util.find_spec("peft") is None:
         yield Problem("model.lora", "needs peft; install it with: pip install 'zero-toolkit[lora]'")
 

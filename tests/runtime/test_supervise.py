@@ -108,8 +108,10 @@ def test_a_bare_worker_ends_a_hang_by_itself(watched: Watched, monkeypatch: pyte
     assert "nothing was done for" in heartbeat.read_all(done.run.heartbeats)[0].error
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("moment", ["first step", "step", "save"])
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [(signal.SIGTERM, "first step"), (signal.SIGTERM, "step"), (signal.SIGTERM, "save"), (signal.SIGUSR1, "step")],
+)
 def test_a_stop_request_is_saved_and_resumable(watched: Watched, number: signal.Signals, moment: str) -> None:
     axes = ("strategy.name=zero", "strategy.zero_stage=1", "train.steps=100000", "checkpoint.every=3")
 
@@ -128,8 +130,7 @@ def test_a_stop_request_is_saved_and_resumable(watched: Watched, number: signal.
     assert (again.code, sorted(again.losses)) == (0, list(range(1, step + 3)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), [*((stage, "fp32") for stage in range(4)), (0, "bf16"), (1, "bf16")])
 def test_no_update_is_made_of_what_is_no_number(watched: Watched, stage: int, precision: str) -> None:
     name = "zero" if stage else "data_parallel"
     axes = (f"strategy.name={name}", f"strategy.zero_stage={stage}", "strategy.micro_batch=4")

@@ -22,7 +22,7 @@ from toolkit.stop import SIGNALS
 
 GRACE_SECONDS = 1.5
 """Time that workers have to end by themselves after one of them failed: enough to write why."""
-STARTUP_SECONDS = 900.0
+STARTUP_SECONDS = 3600.0
 """Time without progress before the first step ends (loading a model, joining, filling caches) that is a hang."""
 POLL_SECONDS = 0.05
 DUMP_SECONDS = 0.7
