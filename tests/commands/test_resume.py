@@ -91,7 +91,9 @@ def test_restarts_go_on_and_then_take_fewer_processes(
             raise RankFailed("rank 1 on host was ended by SIGKILL at step 3")
         return 0
 
+    # Only an accelerator runs out of its memory: what is decided then is tested as if this host had two.
     monkeypatch.setattr(supervise, "run_all", run_all)
+    monkeypatch.setattr(session, "check_here", lambda cluster: None)
     argv = ["train", str(recipe), *SAVE, "--nproc", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts"]
     assert cli.main([*argv, "2"]) == 0
     assert attempts == [2, 2, 1], "the second failure without progress takes fewer"
@@ -110,6 +112,7 @@ def test_what_is_no_run_directory_is_said(tmp_path: Path, capsys: pytest.Capture
 def test_out_of_memory_shows_the_next_plan_or_goes_on_under_it(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from toolkit.commands import session
     from toolkit.errors import OutOfMemory
     from toolkit.runtime import supervise
 
@@ -121,7 +124,9 @@ def test_out_of_memory_shows_the_next_plan_or_goes_on_under_it(
             raise OutOfMemory("rank 0 on host failed: OutOfMemoryError: CUDA out of memory at step 1")
         return 0
 
+    # Only an accelerator runs out of its memory: what is decided then is tested as if this host had two.
     monkeypatch.setattr(supervise, "run_all", run_all)
+    monkeypatch.setattr(session, "check_here", lambda cluster: None)
     cluster = "cluster={device: H100-SXM5-80GB, nodes: 1, devices_per_node: 2}"
     big = "model={path: llama-3.2-1b, init: scratch, precision: bf16}"
     argv = ["train", str(recipe), cluster, big, "data.path=synthetic", "data.seq_len=2048", "train.global_batch=64"]

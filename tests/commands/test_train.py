@@ -29,7 +29,15 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
 def start(recipe: Path, directory: Path, *argv: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "toolkit.cli", "train", str(recipe), "--nproc", "2", "--run-dir", str(directory)]
     env = {**os.environ, "WANDB_API_KEY": "planted-secret-0123456789abcdef0123456789abcdef"}
-    return subprocess.Popen([*command, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [*command, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        # Where the tests run in the background, interrupts are ignored, and children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def test_files_console_and_wandb(recipe: Path, tmp_path: Path) -> None:
@@ -87,7 +95,10 @@ def test_an_interrupt_ends_every_worker(recipe: Path, tmp_path: Path) -> None:
     workers = children(process.pid)
     assert len(workers) == 2
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
 
