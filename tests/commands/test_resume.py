@@ -91,9 +91,7 @@ def test_restarts_go_on_and_then_take_fewer_processes(
             raise RankFailed("rank 1 on host was ended by SIGKILL at step 3")
         return 0
 
-    # Only an accelerator runs out of its memory: what is decided then is tested as if this host had two.
     monkeypatch.setattr(supervise, "run_all", run_all)
-    monkeypatch.setattr(session, "check_here", lambda cluster: None)
     argv = ["train", str(recipe), *SAVE, "--nproc", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts"]
     assert cli.main([*argv, "2"]) == 0
     assert attempts == [2, 2, 1], "the second failure without progress takes fewer"
