@@ -101,7 +101,7 @@ def _judged(model_type: str, train: Train, expected: Trajectory, found: Trajecto
         noise = (
             f"a nudge of one bit moves one process's loss by {loss_noise:.0e} and its gradient norm by {norm_noise:.0e}"
         )
-        return replace(measured, reason=f"within rounding: {noise}; exact in float64")
+        return replace(measured, reason=f"within rounding: {noise}")
     return replace(measured, status="mismatch", reason=f"loss off by {loss:.1e}, gradient norm by {norm:.1e}")
 
 

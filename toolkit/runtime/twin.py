@@ -32,7 +32,7 @@ from toolkit.runtime.tiny import VOCABULARY, tiny_config
 from toolkit.stages import even_bounds
 
 TOLERANCE = 1e-4
-"""Relative error of a parameter's gradient; rounding is near 1e-12, up to 1e-7 where a model casts to fp32 inside."""
+"""Relative error of a parameter's gradient: far above rounding, also where a model casts to fp32 inside."""
 FLOOR = 1e-6
 """Gradients below this part of the whole norm are rounding themselves."""
 SEED = 0
