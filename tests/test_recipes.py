@@ -10,8 +10,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
-from toolkit.recipe_file import load_recipe
+from toolkit.recipe_file import load_recipe, make_recipe
 from toolkit.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,15 @@ def test_readme_commands_are_those_of_the_makefile() -> None:
     used = set(re.findall(r"\bmake ([a-z]+)", readme))
     assert {"demo", "test", "check"} <= used <= targets
     assert "make check test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_recipe_of_the_readme_can_do_what_the_readme_says() -> None:
+    """It plans, on one node (`toolkit train` starts workers on one), and saves what resume and export go on from."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    recipe = make_recipe(yaml.safe_load(block))
+    assert resolve(recipe).chosen.estimate.fits
+    assert resolve(recipe).job.cluster.nodes == 1
+    assert recipe.checkpoint.every > 0
 
 
 def test_readme_links_lead_somewhere() -> None:
