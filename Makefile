@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format generate clean
+# What tests of many hosts and of Slurm use; without root they are skipped, and say so.
+TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client
+
+.PHONY: demo test check format generate clean test-packages
 
 demo: $(INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
-test: $(INSTALLED)
+test: $(INSTALLED) test-packages
 	$(BIN)/python -m pytest -q
 
 check: $(INSTALLED)
@@ -25,6 +28,14 @@ format: $(INSTALLED)
 generate: $(INSTALLED)
 	$(BIN)/python -m toolkit.generate
 
+# On Debian as root: installed, without starting any service. Elsewhere: left alone.
+test-packages:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $(TEST_PACKAGES) >/dev/null 2>&1; then \
+		apt-get update -q && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends \
+			$(TEST_PACKAGES) \
+		|| echo "not all of $(TEST_PACKAGES) could be installed: tests that need them are skipped, and say so"; \
+	fi
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
@@ -34,5 +45,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -q && apt-get install -qy python3-venv && $(PYTHON) -m venv $(VENV); \
 	} || { echo "python3-venv is missing: install it (apt-get install python3-venv), then try again" >&2; exit 1; }
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,lora]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,lora,report,tensorboard,vision]'
 	touch $@

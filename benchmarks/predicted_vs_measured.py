@@ -14,7 +14,6 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
@@ -38,6 +37,8 @@ from toolkit.validate import spearman  # noqa: E402
 MIB = 2**20
 SETTLED = 3
 """Steps that are not counted: states are made, memory is watched."""
+NEAR_BEST = 1.25
+"""Plans that were at most this much slower than the fastest are run again."""
 
 
 def probe(nproc: int, path: Path) -> None:
@@ -83,40 +84,41 @@ def measured(resolved: Resolved, option: Option, steps: int) -> dict[str, float]
     }
 
 
-def fastest(resolved: Resolved, decision: Decision, steps: int, rounds: int) -> list[dict[str, float]]:
-    """Every plan in turn, several rounds of it; other work on the machine only adds time, so the fastest counts."""
-    best: list[dict[str, float]] = []
-    for number in range(rounds):
-        for index, option in enumerate(decision.ranked):
-            print(f"\rround {number + 1}/{rounds}, plan {index + 1}/{len(decision.ranked)}   ", end="", flush=True)
-            seen = measured(resolved, option, steps)
-            if number == 0:
-                best.append(seen)
-            best[index]["seconds"] = min(best[index]["seconds"], seen["seconds"])
-    print()
-    return best
+def rows_of(resolved: Resolved, decision: Decision, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """One row a plan. Other work on the machine only adds time: the fastest round counts, and the plans that may be
+    the best, with the one that we would choose, are run in every round."""
+    rows = []
+    for index, option in enumerate(decision.ranked):
+        rows.append(_row(option, measured(resolved, option, steps)))
+        print(f"{index + 1:3d}/{len(decision.ranked)} {_line(rows[-1])}", flush=True)
+    for number in range(1, rounds):
+        best = min(row["measured_seconds"] for row in rows)
+        for index, (option, row) in enumerate(zip(decision.ranked, rows, strict=True)):
+            if index == 0 or row["measured_seconds"] < NEAR_BEST * best:
+                again = measured(resolved, option, steps)["seconds"]
+                row["measured_seconds"] = min(row["measured_seconds"], again)
+                print(f"round {number + 1} {1e3 * again:8.1f} ms {row['plan']}", flush=True)
+    return rows
 
 
-def compare(resolved: Resolved, decision: Decision, steps: int, rounds: int) -> Iterator[dict[str, Any]]:
-    """One row a plan."""
-    for option, seen in zip(decision.ranked, fastest(resolved, decision, steps, rounds), strict=True):
-        estimate = option.estimate
-        row = {
-            "plan": option.plan.describe(),
-            "strategy": option.plan.strategy,
-            "predicted_seconds": estimate.time.total,
-            "measured_seconds": seen["seconds"],
-            "predicted_memory": estimate.memory.total,
-            "measured_memory": seen["memory"],
-            "parts": vars(estimate.memory),
-        }
-        print(
-            f"{row['plan']:55s} {1e3 * estimate.time.total:8.1f} ms predicted {1e3 * seen['seconds']:8.1f} measured   "
-            f"{estimate.memory.total / MIB:7.1f} MiB predicted {seen['memory'] / MIB:7.1f} measured "
-            f"{estimate.memory.total / seen['memory'] - 1:+.1%}",
-            flush=True,
-        )
-        yield row
+def _row(option: Option, seen: dict[str, float]) -> dict[str, Any]:
+    return {
+        "plan": option.plan.describe(),
+        "strategy": option.plan.strategy,
+        "predicted_seconds": option.estimate.time.total,
+        "measured_seconds": seen["seconds"],
+        "predicted_memory": option.estimate.memory.total,
+        "measured_memory": seen["memory"],
+        "parts": vars(option.estimate.memory),
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['plan']:55s} {1e3 * row['predicted_seconds']:8.1f} ms predicted "
+        f"{1e3 * row['measured_seconds']:8.1f} measured   {row['predicted_memory'] / MIB:7.1f} MiB predicted "
+        f"{row['measured_memory'] / MIB:7.1f} measured {row['predicted_memory'] / row['measured_memory'] - 1:+.1%}"
+    )
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def main() -> None:
         recipe = load_recipe(args.recipe, [f"cluster={cluster}"])
         resolved, decision = every_plan(recipe)
         kept = tuple(option for option in decision.ranked if re.search(args.only, option.plan.describe()))
-        rows = list(compare(resolved, replace(decision, ranked=kept), args.steps, args.rounds))
+        rows = rows_of(resolved, replace(decision, ranked=kept), args.steps, args.rounds)
     result = summary(rows)
     print(json.dumps(result, indent=1))
     if args.out:

@@ -9,11 +9,12 @@ from strategies.base import Proposal, Strategy
 from strategies.data_parallel import DataParallel
 from strategies.expert_parallel import ExpertParallel
 from strategies.hybrid import Hybrid
+from strategies.local_sgd import DIFFERS, LocalSgd
 from strategies.pipeline import Pipeline
 from strategies.sequence_parallel import SequenceParallel
 from strategies.tensor_parallel import TensorParallel
 from strategies.zero import Zero
-from toolkit.plan import Job
+from toolkit.plan import Job, Plan, Refusal
 
 STRATEGIES: dict[str, Strategy] = {
     "data_parallel": DataParallel(),
@@ -23,6 +24,7 @@ STRATEGIES: dict[str, Strategy] = {
     "hybrid": Hybrid(),
     "sequence_parallel": SequenceParallel(),
     "expert_parallel": ExpertParallel(),
+    "local_sgd": LocalSgd(),
 }
 
 
@@ -41,4 +43,8 @@ def propose(job: Job, name: str = "auto") -> Iterator[Proposal]:
     """Proposals of one strategy, or of all."""
     chosen = list(registry().values()) if name == "auto" else [get(name)]
     for strategy in chosen:
-        yield from strategy.propose(job)
+        for proposal in strategy.propose(job):
+            if name == "auto" and isinstance(proposal, Plan) and proposal.islands > 1:
+                yield Refusal(proposal.strategy, DIFFERS, proposal)
+            else:
+                yield proposal

@@ -57,6 +57,9 @@ class Space:
     zero_quantized: Sequence[str] = ("none",)
     offload: Sequence[str] = ("none",)
     recompute: Sequence[str] = ("none", "full")
+    tensor_by: Sequence[str] = ("slices",)
+    islands: Sequence[int] = (1,)
+    local_steps: Sequence[int] = (1,)
 
 
 def plans(strategy: str, job: Job, space: Space) -> Iterator[Proposal]:
@@ -79,27 +82,28 @@ def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any
     """The space with fixed axes put in; a refusal where a fixed value is not the strategy's to choose."""
     choices: dict[str, Sequence[Any]] = dict(vars(space))
     for axis, value in job.fixed.items():
+        if axis in ("islands", "local_steps") and tuple(choices[axis]) == (1,) and value != 1:
+            return Refusal(strategy, f"strategy.{axis} is fixed at {value}; {strategy} synchronises every step")
         if axis in choices and value not in choices[axis]:
             offered = ", ".join(str(choice) for choice in choices[axis])
             return Refusal(strategy, f"strategy.{axis} is fixed at {value}; {strategy} offers {offered}")
         if axis in choices:
             choices[axis] = (value,)
-        elif axis in ("islands", "local_steps") and value != 1:
-            return Refusal(strategy, f"strategy.{axis} is fixed at {value}; {strategy} synchronises every step")
     return choices
 
 
 def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[Proposal]:
     """Plans for one choice of axes: every micro-batch and group size that is possible."""
-    replica = axes["tp"] * axes["pp"] * axes["sp"]
+    islands = axes["islands"]
+    replica = axes["tp"] * axes["pp"] * axes["sp"] * islands
     if job.cluster.devices % replica:
         return
     dp = job.cluster.devices // replica
-    reason = _batch_fault(job, dp, replica)
+    reason = _batch_fault(job, dp, replica, islands)
     if reason:
         yield Refusal(strategy, reason)
         return
-    share = job.workload.global_batch // dp
+    share = job.workload.global_batch // (dp * islands)
     for micro_batch, group in itertools.product(divisors(share), _groups(job, dp, axes)):
         batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
         if any(job.fixed.get(name, value) != value for name, value in batches.items()):
@@ -124,11 +128,12 @@ def _bounds(job: Job, pp: int) -> tuple[int, ...]:
     return tuple(job.fixed.get("pipeline_bounds") or pipeline_bounds(job.model, pp, job.workload.seq_len))
 
 
-def _batch_fault(job: Job, dp: int, replica: int) -> str | None:
-    """Why the global batch can't be spread over `dp` replicas in the way that the recipe fixes."""
+def _batch_fault(job: Job, dp: int, replica: int, islands: int) -> str | None:
+    """Why the global batch can't be spread over all replicas in the way that the recipe fixes."""
     batch, fixed = job.workload.global_batch, job.fixed
     if fixed.get("dp", dp) != dp:
         return f"strategy.dp is fixed at {fixed['dp']}; {job.cluster.devices} devices / {replica} make {dp}"
+    dp *= islands
     if batch % dp:
         low, high = batch // dp * dp, (batch // dp + 1) * dp
         advice = f"{low} or {high}" if low else f"{high}"

@@ -17,7 +17,16 @@ class TensorParallel:
 
     name: str = "tensor_parallel"
     summary: str = "every layer's matrices split over a replica's devices, with ZeRO over the replicas"
-    axes: tuple[str, ...] = ("dp", "tp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute")
+    axes: tuple[str, ...] = (
+        "dp",
+        "tp",
+        "zero_stage",
+        "zero_group",
+        "micro_batch",
+        "grad_accum",
+        "recompute",
+        "tensor_by",
+    )
     needs: str = "heads and MLP width that tp divides; fast links between the devices of a replica"
     refuses: str = "sizes that do not divide heads or MLP width"
 
@@ -27,10 +36,15 @@ class TensorParallel:
             if isinstance(tp, Refusal):
                 yield tp
                 continue
-            yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3)))
+            yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3), tensor_by=_ways(job)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
         """Two ranks a replica under every stage of ZeRO; four under the first."""
         sizes = [size for size in (2, 4) if devices % size == 0]
         cases = [(tp, stage) for tp in sizes for stage in (range(4) if tp == 2 else (0,))]
         return {f"tensor-{tp}+zero-{stage}": {"tp": tp, "zero_stage": stage} for tp, stage in cases}
+
+
+def _ways(job: Job) -> tuple[str, ...]:
+    """DeepSpeed's AutoTP only where the recipe asks for it: our slices fit every model that it fits, and more."""
+    return ("autotp",) if job.fixed.get("tensor_by") == "autotp" else ("slices",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,8 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit.recipe_file import load_recipe, make_recipe
+from toolkit import launch
+from toolkit.generate import with_prediction
+from toolkit.recipe_file import as_mapping, load_recipe, make_recipe
 from toolkit.resolve import resolve
+from toolkit.runtime.pool import run_warm
+from toolkit.tiny_recipe import tiny_twin
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -24,6 +29,33 @@ def test_recipes_plan(path: Path) -> None:
     resolved = resolve(load_recipe(path))
     assert resolved.chosen.estimate.fits
     assert f"toolkit train recipes/{path.name}" in path.read_text().split("\nname:")[0], "the header has the command"
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path.stem != "demo"], ids=lambda p: p.stem)
+def test_headers_say_what_the_recipe_is_for_and_what_is_predicted(path: Path) -> None:
+    header, body = path.read_text().split("\nname:", 1)
+    for words in ("# Hardware: ", "# Run:  ", f"# Try:  toolkit train recipes/{path.name} --tiny", "# Predicted: "):
+        assert words in header, words
+    task, model, strategy = path.stem.split("_", 2)
+    assert f"name: {strategy}" in body
+    assert f"name: {task}-{model}" in f"name:{body}"
+    assert with_prediction(path) == path.read_text(), "run: make generate"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_tiny_twins_train(path: Path, tmp_path: Path) -> None:
+    """The same task and strategy with real engines on this machine."""
+    recipe, twin = load_recipe(path), tiny_twin(load_recipe(path))
+    assert make_recipe(as_mapping(twin)) == twin
+    assert (twin.data.format, twin.strategy.name) == (recipe.data.format, recipe.strategy.name)
+    resolved = resolve(twin)
+    run = resolved.write(tmp_path / "run")
+    codes = run_warm(launch.commands("local", run.path, resolved.chosen.plan.devices, "cpu"))
+    assert not any(codes), "\n".join(log.read_text()[-3000:] for log in sorted(run.path.glob("logs/*")))
+    losses = [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
+    assert len(losses) == 4
+    assert all(0 < loss < 10 for loss in losses)
+    assert run.evaluations.exists() == bool(recipe.train.eval_every)
 
 
 def test_readme_commands_are_those_of_the_makefile() -> None:

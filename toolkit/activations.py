@@ -11,8 +11,14 @@ SCORES_DROPOUT = 3.0
 """Dropped-out scores and their 1-byte mask."""
 LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
 """16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
+FP32_LOGIT_BYTES = 12.0
+"""fp32 logits, probabilities and gradient."""
+LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
+"""Tensors of the last norm, each as wide as the model: kept from its forward pass, and with those of its backward."""
 PIPELINE_BUFFERS = 2
-"""A micro-batch in flight also holds what a stage received and what it sent on."""
+"""A micro-batch in flight also holds what a stage received and what it sent on (Megatron)."""
+OWN_PIPELINE_BUFFERS = 1
+"""DeepSpeed's first stage holds only what it sent on, and its last what it received."""
 GRADIENTS_OF_ACTIVATIONS = 1.0
 """Gradients of the layer in the backward pass, in units of its activations: an allocator's cache keeps them apart."""
 LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
@@ -43,7 +49,8 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
 def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Queries, keys, values, attention output and the MLP's inner tensors for one token, in 16 bits."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = 2 * (2 * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
+    outputs = 2 if e.sp > 1 else 1  # as attention gave it, and as the exchange brought it back
+    attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     tensors = gated if shape.gated else 2
     inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
@@ -70,7 +77,8 @@ def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
 def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     """Activations of `layers` layers that the micro-batches in flight keep until their backward pass."""
     inputs = e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
-    buffers = PIPELINE_BUFFERS * inputs * in_flight if e.pp > 1 else 0.0
+    each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
+    buffers = each * inputs * in_flight if e.pp > 1 else 0.0
     kept = e.recompute.kept
     if kept == 1.0:
         return layers * mean_layer_bytes(e) * in_flight + buffers
@@ -87,5 +95,10 @@ def live_bytes(e: Execution) -> float:
 
 def logit_bytes(e: Execution) -> float:
     """Output scores, their fp32 copy and gradient on the last stage."""
-    scale = 1.6 if e.element_bytes == 4 else 1.0
-    return scale * LOGIT_BYTES[e.software.fusion] * e.slice.tokens * e.model.vocab / e.tp
+    each = FP32_LOGIT_BYTES if e.element_bytes == 4 else LOGIT_BYTES[e.software.fusion]
+    return each * e.slice.tokens * e.model.vocab / e.tp
+
+
+def last_norm_bytes(e: Execution, tensors: int) -> float:
+    """Tensors of the norm between the last layer and the head."""
+    return tensors * e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts

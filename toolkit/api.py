@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.console import Console
 
-from toolkit import launch
+from toolkit import heartbeat, launch, other_trainers
 from toolkit.commands.common import show_decision
 from toolkit.commands.session import start
-from toolkit.errors import RankFailed, ToolkitError
+from toolkit.errors import LossNotFinite, Preempted, RankFailed, ToolkitError
 from toolkit.live_curve import LiveCurve, in_notebook
 from toolkit.parity import compare, reference
 from toolkit.plan import Plan
@@ -49,7 +49,7 @@ class Planned:
         return self.resolved.decision.to_json()
 
     def __repr__(self) -> str:
-        console = Console(record=True, width=110, file=io.StringIO())
+        console = Console(record=True, width=110, file=io.StringIO(), force_jupyter=False)
         show_decision(self.resolved.decision, console)
         return console.export_text()
 
@@ -117,37 +117,34 @@ def parity(
     return {"steps": steps, "reference": list(expected.loss), "strategies": outcomes}
 
 
-def training_arguments(planned: Planned, output_dir: str, **options: Any) -> Any:
-    """`transformers.TrainingArguments` of a plan, for Trainer and TRL: the same batches, precision and ZeRO."""
-    from transformers import TrainingArguments
+def training_arguments(planned: Planned, output_dir: str, kind: Any = None, **options: Any) -> Any:
+    """`transformers.TrainingArguments` of a plan, for Trainer; with `kind=trl.SFTConfig` for TRL's SFTTrainer."""
+    on_cpu = _prepare_devices(planned)
+    given = other_trainers.arguments(planned.plan, planned.resolved.recipe.train, planned.deepspeed, on_cpu=on_cpu)
+    if kind is None:
+        from transformers import TrainingArguments
 
-    chosen, train_section = planned.plan, planned.resolved.recipe.train
-    given: dict[str, Any] = {
-        "output_dir": output_dir,
-        "deepspeed": planned.deepspeed,
-        "per_device_train_batch_size": chosen.micro_batch,
-        "gradient_accumulation_steps": chosen.grad_accum,
-        "learning_rate": planned.deepspeed["optimizer"]["params"]["lr"],
-        "max_grad_norm": train_section.grad_clip,
-        "bf16": chosen.precision == "bf16",
-        "fp16": chosen.precision == "fp16",
-        "gradient_checkpointing": chosen.recompute == "full",
-        "max_steps": train_section.steps or -1,
-        "seed": train_section.seed,
-        "use_cpu": planned.resolved.job.cluster.device.backend == "cpu",
-        "report_to": [],
-    }
-    for name, key in (("adam_beta1", 0), ("adam_beta2", 1)):
-        given[name] = train_section.betas[key]
-    given |= {"adam_epsilon": train_section.eps, "weight_decay": train_section.weight_decay}
-    return TrainingArguments(**{**given, **options})
+        kind = TrainingArguments
+    return kind(**{"output_dir": output_dir, **given, **options})
 
 
 def deepspeed_plugin(planned: Planned) -> Any:
     """`accelerate.DeepSpeedPlugin` of a plan, for people who write their own loop."""
     from accelerate import DeepSpeedPlugin
 
+    other_trainers.check_expressible(planned.plan, planned.resolved.recipe.train)
+    _prepare_devices(planned)
     return DeepSpeedPlugin(hf_ds_config=dict(planned.deepspeed), zero3_init_flag=False)
+
+
+def _prepare_devices(planned: Planned) -> bool:
+    """Whether training runs on the CPU, where DeepSpeed would first compile what only inference uses."""
+    on_cpu = planned.resolved.job.cluster.device.backend == "cpu"
+    if on_cpu:
+        from toolkit.runtime.distributed import skip_inference_build
+
+        skip_inference_build()
+    return on_cpu
 
 
 def _read(recipe: RecipeLike, overrides: tuple[str, ...]) -> Recipe:
@@ -161,7 +158,7 @@ def _run(recipe: Recipe, path: Path, nproc: int | None, *, go_on: bool) -> Run:
     if in_notebook():
         recipe = replace(recipe, metrics=replace(recipe.metrics, console=False))
     resolved = resolve(recipe, nproc)
-    console = Console(file=io.StringIO()) if in_notebook() else Console()
+    console = Console(file=io.StringIO(), force_jupyter=False) if in_notebook() else Console()
     with LiveCurve(RunDir(path).metrics, recipe.train.steps):
         code = start(resolved, path, "local", console, go_on=go_on)
     if code:
@@ -170,9 +167,11 @@ def _run(recipe: Recipe, path: Path, nproc: int | None, *, go_on: bool) -> Run:
 
 
 def _failure(code: int, path: Path) -> ToolkitError:
-    """One readable exception for what the workers said in their logs."""
-    log = RunDir(path).log(0)
-    last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-8:] if log.exists() else []
-    error = RankFailed("\n".join([f"the run ended with exit code {code}; logs: {log.parent}", *last]))
+    """The exception for an end that the workers have told in their logs and last beats."""
+    run = RunDir(path)
+    told = [beat.error for beat in heartbeat.read_all(run.heartbeats).values() if beat.exit_code == code and beat.error]
+    text = f"{told[0] if told else f'the run ended with exit code {code}'}\nlogs: {run.log(0).parent}"
+    kind = next((kind for kind in (LossNotFinite, Preempted) if kind.exit_code == code), RankFailed)
+    error = kind(text)
     error.exit_code = code
     return error

@@ -20,6 +20,7 @@ from toolkit.checkpoint_format import (
 from toolkit.errors import BadInput, Problem
 
 LATEST = "latest"
+BEST = "best"
 _WORK = (".writing-", ".old-")
 """Prefixes of directories that are being written or removed; what a crash leaves is cleared by the next save."""
 
@@ -119,9 +120,27 @@ def set_aside(path: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; each disappears at once, then its files go."""
+    """Remove all but the newest `keep` checkpoints and the best; each disappears at once, then its files go."""
+    spared = best(root)
     for step in steps(root)[keep:]:
-        remove(root, step)
+        if step != spared:
+            remove(root, step)
+
+
+def mark_best(root: Path, step: int, loss: float) -> None:
+    """Say which checkpoint had the lowest loss on held-out data: pruning spares it."""
+    temporary = root / f".{BEST}.tmp"
+    write_synced(temporary, canonical_json({"checkpoint": directory_name(step), "eval_loss": loss}))
+    os.replace(temporary, root / BEST)
+
+
+def best(root: Path) -> int | None:
+    """Step of the best checkpoint, if one is marked and still there."""
+    try:
+        step = step_of(str(json.loads(read_small(root / BEST))["checkpoint"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if step is not None and path_of(root, step).is_dir() else None
 
 
 def remove(root: Path, step: int) -> None:

@@ -12,6 +12,9 @@ from toolkit.errors import ToolkitError
 COMMANDS: dict[str, str] = {
     "plan": "rank every plan for a recipe, with memory and time, and say why others are refused",
     "train": "plan, write the run directory, launch and watch the workers",
+    "data": "look at the data before training: samples with their loss mask, lengths, useful share, sample ids",
+    "sample": "text from a run's newest checkpoint",
+    "tokenizer": "learn a tokenizer from local text",
     "resume": "go on with a run from its newest whole checkpoint, under any strategy and number of processes",
     "verify": "check every byte of a checkpoint, or of every checkpoint of a run",
     "export": "write a checkpoint as a Hugging Face directory",
@@ -21,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "scale": "scaling curves of a recipe over numbers of devices, strategy by strategy",
     "validate": "the cost model's predictions against measurements in a CSV file",
     "probe": "measure this machine: matmul, memory, collectives; write a cluster file",
+    "report": "look at a run, on the terminal or as one page; with several runs: compare them",
     "emit": "write the launch files of a plan for deepspeed, accelerate, torchrun, Slurm or Kubernetes",
     "strategies": "list the strategy registry",
     "keys": "list every recipe key with its type, default and meaning",

@@ -33,11 +33,16 @@ def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Clust
 
 def from_file(path: Path) -> Cluster:
     """A cluster file."""
+    return from_section(section_of(path), name=path.stem, source=str(path))
+
+
+def section_of(path: Path) -> ClusterSection:
+    """What a cluster file says."""
     problems: list[Problem] = []
     section = build(ClusterSection, read_yaml(path), "", problems)
     if problems:
         raise BadInput(str(path), problems)
-    return from_section(section, name=path.stem, source=str(path))
+    return section
 
 
 def from_section(section: ClusterSection, name: str, source: str = "cluster") -> Cluster:
@@ -99,11 +104,31 @@ def _site_faults(section: ClusterSection) -> list[Problem]:
     return problems
 
 
+def of_nodes(given: str | ClusterSection, nodes: int, per_node: int) -> ClusterSection:
+    """The cluster that hosts of a job are: hosts like this one for `auto`, else the recipe's, of the same size."""
+    if given == "auto":
+        section = ClusterSection(device=probe(per_node).device.name)
+    elif isinstance(given, str):
+        section = section_of(_find(given))
+    else:
+        section = given
+        if (section.nodes, section.devices_per_node) != (nodes, per_node):
+            planned = f"{section.nodes} × {section.devices_per_node} devices in the recipe"
+            what = f"{planned}, {nodes} × {per_node} in the hostfile; make them equal, or use cluster: auto"
+            raise BadInput("cluster", what)
+    return replace(section, nodes=nodes, devices_per_node=per_node)
+
+
+def num_accelerators() -> int:
+    """Devices of this host that are no CPU."""
+    return len(_nvidia_names())
+
+
 def check_here(cluster: Cluster) -> None:
     """Stop if this host can't be the cluster: its workers would find other devices than were planned for."""
     if cluster.nodes > 1:
-        what = f"{cluster.nodes} nodes; workers are started on this host only; for more: toolkit emit, or your launcher"
-        raise BadInput("cluster", what)
+        what = f"{cluster.nodes} nodes; workers are started on this host only; name the others with --hostfile"
+        raise BadInput("cluster", f"{what}, or use your own launcher: toolkit emit")
     if cluster.device.backend == "cpu":
         return
     there = _nvidia_names()

@@ -68,6 +68,22 @@ RULES: tuple[Rule, ...] = (
         reason="LoRA adapters are added to whole linear layers; use data_parallel or zero",
     ),
     Rule(
+        forbids=lambda plan, job: plan.islands > 1 and plan.precision == "fp16",
+        reason="islands would find loss scales of their own under fp16; use precision bf16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.islands > 1 and job.workload.lora_rank > 0,
+        reason="LoRA under local_sgd is not offered: parity of the exchange is not shown for adapters",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.tp == 1,
+        reason="AutoTP is a way of tensor parallelism; use tp above 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.zero_stage == 0,
+        reason="AutoTP without ZeRO tells no gradient norm; use zero_stage 1, 2 or 3",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
         reason="offload needs ZeRO: DeepSpeed moves only sharded optimizer states; use zero_stage 1, 2 or 3",
     ),
@@ -160,6 +176,13 @@ RULES: tuple[Rule, ...] = (
 
 REFERENCE_VERSION: Version = (0, 19, 8)
 """What is assumed where DeepSpeed is not installed (a laptop that only plans)."""
+
+
+def unkeepable(plan: Plan) -> str:
+    """Why checkpoints of a plan can't be written; empty if they can."""
+    if plan.tensor_by == "autotp":
+        return "AutoTP does not tell which slice of a parameter a rank holds, so our checkpoints can't be written"
+    return ""
 
 
 def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:

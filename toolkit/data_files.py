@@ -12,8 +12,9 @@ from toolkit.errors import BadInput
 
 TABLE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 TEXT_FORMATS = (".txt", ".md", ".py", ".text")
+IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 BUILT_IN = ("synthetic", "python-stdlib")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
 
 
 def data_files(path: str) -> list[Path] | None:
@@ -35,6 +36,19 @@ def data_files(path: str) -> list[Path] | None:
     if all(p.stat().st_size == 0 for p in files):
         raise BadInput("data.path", f"{path}: empty; at least one sequence of text is needed")
     return files
+
+
+def image_folders(path: str) -> dict[str, list[Path]]:
+    """Class → images, for a directory with a directory a class; empty if it is none."""
+    root = Path(path).expanduser()
+    if not root.is_dir():
+        return {}
+    classes = {
+        entry.name: sorted(p for p in entry.rglob("*") if p.suffix.lower() in IMAGE_FORMATS)
+        for entry in sorted(root.iterdir())
+        if entry.is_dir()
+    }
+    return {name: files for name, files in classes.items() if files}
 
 
 def _local(path: str) -> list[Path] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from toolkit.plan import Plan
@@ -31,15 +32,21 @@ def deepspeed_config(
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
         "optimizer": _optimizer(plan, train),
-        "zero_optimization": _zero(plan, min(params, BUCKET_ELEMENTS), backend, nvme_path),
+        "zero_optimization": _zero(plan, bucket_elements(params, plan.tp * plan.pp), backend, nvme_path),
         # Our optimizer states live on the host under offload; torch's fused AdamW updates them there,
         # vectorised and without a compiler, so DeepSpeed's own (built on first use) is not forced.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         **_pipeline(plan),
+        **({"tensor_parallel": {"autotp_size": plan.tp}} if plan.tensor_by == "autotp" else {}),
         **({"expert_parallel": {"enabled": True, "autoep_size": plan.ep}} if plan.ep > 1 else {}),
         **_precision(plan),
     }
+
+
+def bucket_elements(params: float, parts: int) -> int:
+    """A reduction bucket: one rank's share of the parameters at most, since DeepSpeed allocates it whole."""
+    return min(BUCKET_ELEMENTS, math.ceil(params / parts))
 
 
 def scaled_lr(train: Train) -> float:

@@ -12,14 +12,18 @@ from typing import Any
 import yaml
 
 from toolkit.cluster import Cluster
+from toolkit.kubernetes import manifest
 from toolkit.launch import WORKER, accelerate_config
 from toolkit.plan import AXES, Plan
 from toolkit.recipe import ClusterSection, Recipe, Strategy
 from toolkit.recipe_file import dump_recipe
+from toolkit.run_dir import new_run_path
 
 GIB = 2**30
 GBIT = 10**9 / 8
 PORT = 29500
+RESTARTS = 3
+IMAGE = "zero-toolkit:latest"
 PREEMPTED = 75
 """Exit code of a worker that was asked to stop and saved a checkpoint."""
 
@@ -33,6 +37,8 @@ class Emission:
     plan: dict[str, Any]
     deepspeed: dict[str, Any]
     cluster: Cluster
+    image: str = IMAGE
+    """The container's image, for Kubernetes."""
 
 
 def fixed_recipe(recipe: Recipe, plan: Plan, cluster: Cluster) -> Recipe:
@@ -65,8 +71,8 @@ def _deepspeed(emission: Emission) -> dict[str, str]:
 
 def _accelerate(emission: Emission) -> dict[str, str]:
     cluster = emission.cluster
-    config = accelerate_config(Path("deepspeed.json"), cluster.devices, cluster.device.backend)
-    config |= {"num_machines": cluster.nodes, "main_process_port": PORT}
+    config = accelerate_config(Path("deepspeed.json"), cluster.devices, cluster.device.backend, cluster.nodes)
+    config["main_process_port"] = PORT
     options = "--config_file accelerate.yaml"
     if cluster.nodes > 1:
         options += (
@@ -77,13 +83,18 @@ def _accelerate(emission: Emission) -> dict[str, str]:
 
 
 def _torchrun(emission: Emission) -> dict[str, str]:
-    cluster = emission.cluster
-    rendezvous = "--standalone"
+    """With checkpoints, workers that fail are started again and go on; each node must know the same directory then."""
+    cluster, name = emission.cluster, emission.recipe.name
+    rendezvous, run_dir = "--standalone", f"${{RUN_DIR:-runs/{name}-$(date +%Y%m%d-%H%M%S)}}"
     if cluster.nodes > 1:
         endpoint = f'--rdzv-endpoint "${{MASTER_ADDR:?the first node}}:{PORT}"'
-        rendezvous = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-id {emission.recipe.name} {endpoint}"
-    command = f"torchrun {rendezvous} --nproc-per-node {cluster.devices_per_node} -m {WORKER} recipe.yaml"
-    return {"launch.sh": _script(command)}
+        rendezvous = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-id {name} {endpoint}"
+        run_dir = "${RUN_DIR:?where the run goes, the same on each node}"
+    restarts = f"--max-restarts {RESTARTS} " if emission.recipe.checkpoint.every else ""
+    options = f"{rendezvous} {restarts}--nproc-per-node {cluster.devices_per_node}"
+    command = f'torchrun {options} -m {WORKER} recipe.yaml --run-dir "{run_dir}"'
+    # torch (2.13) keeps one store over restarts: new workers would read addresses of the dead, and wait for ever.
+    return {"launch.sh": _script(command, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")}
 
 
 def _slurm(emission: Emission) -> dict[str, str]:
@@ -108,7 +119,8 @@ _SLURM_BODY = (
     f"MASTER_PORT=$(({PORT} + SLURM_JOB_ID % 1000))",
     "export MASTER_ADDR MASTER_PORT",
     "# Each task is one worker and takes its rank from Slurm. A run that was preempted goes on in the same directory.",
-    f'srun --kill-on-bad-exit=1 python -m {WORKER} recipe.yaml --run-dir "runs/job-$SLURM_JOB_ID"',
+    "# When a task has ended, the others have a minute: killed at once, they could not say that they were preempted.",
+    f'srun --kill-on-bad-exit=0 --wait=60 python -m {WORKER} recipe.yaml --run-dir "runs/job-$SLURM_JOB_ID"',
     "code=$?",
     f"if [ $code -eq {PREEMPTED} ]; then scontrol requeue \"$SLURM_JOB_ID\"; fi",
     "exit $code",
@@ -116,62 +128,15 @@ _SLURM_BODY = (
 
 
 def _kubernetes(emission: Emission) -> dict[str, str]:
-    name = emission.recipe.name.lower().replace("_", "-").replace(".", "-").strip("-")[:50]
-    recipe_map = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{name}-recipe"},
-        "data": {"recipe.yaml": dump_recipe(emission.recipe)},
-    }
-    roles: dict[str, Any] = {"Master": _replicas(name, 1, emission.cluster)}
-    if emission.cluster.nodes > 1:
-        roles["Worker"] = _replicas(name, emission.cluster.nodes - 1, emission.cluster)
-    job = {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "PyTorchJob",
-        "metadata": {"name": name},
-        "spec": {
-            "nprocPerNode": str(emission.cluster.devices_per_node),
-            "runPolicy": {"backoffLimit": 3, "cleanPodPolicy": "Running"},
-            "pytorchReplicaSpecs": roles,
-        },
-    }
-    return {
-        "job.yaml": yaml.safe_dump_all([recipe_map, job], sort_keys=False),
-        "launch.sh": _script("kubectl apply -f job.yaml"),
-    }
-
-
-def _replicas(name: str, count: int, cluster: Cluster) -> dict[str, Any]:
-    """Pods of one role. Secrets are named, never written; shared memory is a memory volume, for the loader and NCCL."""
-    limits: dict[str, str] = {"memory": f"{cluster.host_memory_bytes // GIB * 9 // 10}Gi"}
-    vendor = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}.get(cluster.device.backend)
-    if vendor:
-        limits[vendor] = str(cluster.devices_per_node)
-    secrets = {"WANDB_API_KEY": "wandb", "HF_TOKEN": "huggingface"}
-    container = {
-        "name": "pytorch",
-        "image": "zero-toolkit:latest",
-        "command": ["torchrun", "-m", WORKER, "/recipe/recipe.yaml"],
-        "env": [
-            {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": "token", "optional": True}}}
-            for key, secret in secrets.items()
-        ],
-        "resources": {"limits": limits},
-        "volumeMounts": [
-            {"name": "recipe", "mountPath": "/recipe", "readOnly": True},
-            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a mount point
-            {"name": "runs", "mountPath": "/workspace"},
-        ],
-        "workingDir": "/workspace",
-    }
-    volumes = [
-        {"name": "recipe", "configMap": {"name": f"{name}-recipe"}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-        {"name": "runs", "persistentVolumeClaim": {"claimName": f"{name}-runs"}},
-    ]
-    pod = {"containers": [container], "volumes": volumes}
-    return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+    recipe = emission.recipe
+    text = manifest(
+        recipe.name,
+        dump_recipe(recipe),
+        emission.cluster,
+        image=emission.image,
+        run_dir=str(new_run_path("runs", recipe.name)),
+    )
+    return {"job.yaml": text, "launch.sh": _script("kubectl apply -f job.yaml")}
 
 
 def _inline(cluster: Cluster) -> ClusterSection:
@@ -189,10 +154,11 @@ def _inline(cluster: Cluster) -> ClusterSection:
     )
 
 
-def _script(command: str) -> str:
+def _script(command: str, *first: str) -> str:
     """A script that works from its own directory; only fixed words and checked names are in it."""
     assert shlex.split(command, comments=False)
-    return f'#!/usr/bin/env bash\nset -euo pipefail\ncd "$(dirname "$0")"\nexec {command} "$@"\n'
+    lines = ["#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "$0")"', *first, f'exec {command} "$@"']
+    return "\n".join(lines) + "\n"
 
 
 TARGETS: dict[str, Callable[[Emission], dict[str, str]]] = {

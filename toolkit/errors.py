@@ -15,6 +15,10 @@ class ToolkitError(Exception):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows (a hook of IPython): the message, not the frames."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -36,8 +40,13 @@ class BadInput(ToolkitError, ValueError):
 
     def __init__(self, source: str, problems: Sequence[Problem] | str) -> None:
         self.source = source
+        self._given = problems
         self.problems = (Problem(source, problems),) if isinstance(problems, str) else tuple(problems)
         super().__init__(self._message(single=isinstance(problems, str)))
+
+    def __reduce__(self) -> tuple[type[BadInput], tuple[str, Sequence[Problem] | str]]:
+        """So that one rank can tell the others."""
+        return type(self), (self.source, self._given)
 
     def _message(self, *, single: bool) -> str:
         if single:
@@ -61,6 +70,14 @@ class RankFailed(ToolkitError):
 
 class OutOfMemory(RankFailed):
     """A rank asked for more memory than its device has."""
+
+
+class HostLost(RankFailed):
+    """A host went away, with its ranks."""
+
+    def __init__(self, text: str, hosts: Sequence[str]) -> None:
+        super().__init__(text)
+        self.hosts = tuple(hosts)
 
 
 class CheckpointFailed(RankFailed):

@@ -12,8 +12,11 @@ from toolkit.launch import accelerate_config
 from toolkit.plan import Plan
 from toolkit.recipe import Train
 from toolkit.recipe_docs import recipe_keys
-from toolkit.resources import CONFIGS
+from toolkit.recipe_file import load_recipe
+from toolkit.resolve import resolve
+from toolkit.resources import CONFIGS, RECIPES
 
+PREDICTED = "# Predicted:"
 PARAMS = 8_030_261_248
 """The examples are for an 8B model on 8 devices."""
 PLANS: dict[str, Plan] = {
@@ -43,10 +46,26 @@ def generated() -> dict[Path, str]:
         files[CONFIGS / "deepspeed" / f"{name}.json"] = json.dumps(config, indent=2) + "\n"
         accelerate = accelerate_config(Path("configs/deepspeed") / f"{name}.json", plan.devices, "cuda")
         files[CONFIGS / "accelerate" / f"{name}.yaml"] = yaml.safe_dump(accelerate)
+    files |= {path: with_prediction(path) for path in sorted(RECIPES.glob("*.yaml"))}
     docs = CONFIGS.parent / "docs"
     if docs.is_dir():  # a wheel has no docs
         files[docs / "recipe.md"] = _recipe_page()
     return files
+
+
+def with_prediction(path: Path) -> str:
+    """A recipe with what the planner says of it in its header, where the header has a line for it."""
+    text = path.read_text(encoding="utf-8")
+    if PREDICTED not in text:
+        return text
+    option = resolve(load_recipe(path)).chosen
+    memory, time = option.estimate.memory.total / 2**30, option.estimate.time.total
+    words = (
+        f"{option.plan.describe()}: {memory:.1f} of {option.estimate.memory_limit_bytes / 2**30:.1f} GiB a device, "
+        f"{time:.2f} s a step, {option.estimate.tokens_per_second:,.0f} tokens/s"
+    )
+    lines = [f"{PREDICTED} {words}" if line.startswith(PREDICTED) else line for line in text.splitlines()]
+    return "\n".join(lines) + "\n"
 
 
 def _recipe_page() -> str:

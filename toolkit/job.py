@@ -7,21 +7,22 @@ from typing import Any
 
 from toolkit.cluster_reader import read_cluster
 from toolkit.errors import BadInput, Problem
-from toolkit.model_spec import ModelSpec, load_model_config, read_model_config
+from toolkit.model_spec import ModelSpec, load_model_config
 from toolkit.plan import Job, Workload
 from toolkit.recipe import Model, Recipe
 from toolkit.resources import CONFIGS
+from toolkit.task_spec import image_tokens, task_spec
 
 
 def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     """Everything that planning depends on; `BadInput` where model, data and cluster can't go together."""
     config = raw_config(recipe.model)
     job = Job(
-        model=read_model_config(config),
+        model=task_spec(config, recipe.model),
         cluster=read_cluster(recipe.cluster, nproc),
         workload=Workload(
             global_batch=recipe.train.global_batch,
-            seq_len=recipe.data.seq_len,
+            seq_len=image_tokens(config) if recipe.model.task == "image-classification" else recipe.data.seq_len,
             precision=recipe.model.precision,
             optimizer=recipe.train.optimizer,
             flash_attention=recipe.model.attention != "eager",
@@ -38,7 +39,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
 
 def read_model(section: Model) -> ModelSpec:
     """The spec of the recipe's model."""
-    return read_model_config(raw_config(section))
+    return task_spec(raw_config(section), section)
 
 
 def raw_config(section: Model) -> Mapping[str, Any]:
@@ -52,6 +53,10 @@ def raw_config(section: Model) -> Mapping[str, Any]:
 def _faults(job: Job) -> list[Problem]:
     model, work = job.model, job.workload
     problems = []
+    devices = job.cluster.devices
+    islands = job.fixed.get("islands", 1)
+    if devices % islands:
+        problems.append(Problem("strategy.islands", f"{islands} given; they must divide the {devices} devices"))
     if model.max_positions and work.seq_len > model.max_positions:
         problems.append(
             Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}")

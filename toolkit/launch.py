@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from toolkit.hostfile import Host
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun")
 WORKER = "toolkit.worker"
 PARENT = "TOOLKIT_PARENT"
 """Environment variable with the supervisor's process id: a worker whose parent has gone ends itself."""
+_EXPORTED = ("NCCL_", "GLOO_", "UCX_", "HF_", "TRANSFORMERS_", "WANDB_", "TORCH_", "OMP_", "DS_", "LD_LIBRARY_PATH")
+_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|PROXY", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,42 +32,83 @@ class Command:
     """The rank, where the process is a worker itself."""
 
 
-def commands(launcher: str, run_dir: Path, nproc: int, backend: str) -> list[Command]:
-    """What to start for one host: every worker (`local`), or one launcher that starts them."""
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One host's part of a run."""
+
+    processes: int
+    """Workers on this host, as many as on every other."""
+    port: int
+    """Where the workers meet."""
+    address: str = "127.0.0.1"
+    """The first host."""
+    index: int = 0
+    count: int = 1
+
+    @property
+    def world(self) -> int:
+        """Workers on all hosts."""
+        return self.processes * self.count
+
+
+def commands(launcher: str, run_dir: Path, nproc: int, backend: str, node: Node | None = None) -> list[Command]:
+    """What to start on one host: every worker (`local`), or one launcher that starts them."""
+    node = node or Node(processes=nproc, port=free_port())
     env = _common_env(backend)
     worker = ("--run-dir", str(run_dir))
     if launcher == "local":
-        return _local(worker, nproc, env)
-    argv = {"deepspeed": _deepspeed, "torchrun": _torchrun, "accelerate": _accelerate}[launcher](run_dir, str(nproc))
+        return _local(worker, node, env)
+    argv = {"deepspeed": _deepspeed, "torchrun": _torchrun, "accelerate": _accelerate}[launcher](run_dir, node)
     return [Command(argv=(sys.executable, "-m", *argv, "--module", WORKER, *worker), env=env)]
 
 
-def _deepspeed(run_dir: Path, nproc: str) -> tuple[str, ...]:
+def _deepspeed(run_dir: Path, node: Node) -> tuple[str, ...]:
     return (
         "deepspeed.launcher.runner",
-        *("--num_gpus", nproc),
-        *("--master_port", str(free_port())),
+        *("--num_gpus", str(node.processes)),
+        *("--master_port", str(node.port)),
         "--no_local_rank",
     )
 
 
-def _torchrun(run_dir: Path, nproc: str) -> tuple[str, ...]:
-    return ("torch.distributed.run", "--standalone", "--nproc-per-node", nproc)
+def deepspeed_fleet(run_dir: Path, hosts: Sequence[Host], node: Node, backend: str) -> Command:
+    """DeepSpeed's own launcher over many hosts, by pdsh; settings travel in a file, for they stand on command lines."""
+    argv = (
+        *("deepspeed.launcher.runner", "--hostfile", str(run_dir / "hostfile")),
+        *("--include", "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)),
+        *("--master_addr", node.address, "--master_port", str(node.port)),
+        *("--launcher", "pdsh", "--force_multi", "--no_local_rank"),
+        *("--module", WORKER, "--run-dir", str(run_dir)),
+    )
+    env = {**_common_env(backend), "DS_ENV_FILE": str(run_dir / "deepspeed_env")}
+    return Command(argv=(sys.executable, "-m", *argv), env=env)
 
 
-def _accelerate(run_dir: Path, nproc: str) -> tuple[str, ...]:
-    config = str(run_dir / "accelerate.yaml")
-    return ("accelerate.commands.launch", "--config_file", config, "--main_process_port", str(free_port()))
+def _torchrun(run_dir: Path, node: Node) -> tuple[str, ...]:
+    meeting: tuple[str, ...] = ("--standalone",)
+    if node.count > 1:
+        meeting = ("--nnodes", str(node.count), "--node-rank", str(node.index))
+        meeting += ("--master-addr", node.address, "--master-port", str(node.port))
+    return ("torch.distributed.run", *meeting, "--nproc-per-node", str(node.processes))
 
 
-def accelerate_config(deepspeed_json: Path, nproc: int, backend: str) -> dict[str, object]:
+def _accelerate(run_dir: Path, node: Node) -> tuple[str, ...]:
+    meeting = ("--main_process_ip", node.address, "--machine_rank", str(node.index)) if node.count > 1 else ()
+    options = ("--config_file", str(run_dir / "accelerate.yaml"), "--main_process_port", str(node.port))
+    return ("accelerate.commands.launch", *options, *meeting)
+
+
+def accelerate_config(deepspeed_json: Path, nproc: int, backend: str, nodes: int = 1) -> dict[str, object]:
     """The `accelerate launch` config that starts the same workers."""
+    deepspeed: dict[str, object] = {"deepspeed_config_file": str(deepspeed_json), "zero3_init_flag": False}
+    if nodes > 1:  # started on each node; without this the first one would start all by pdsh
+        deepspeed["deepspeed_multinode_launcher"] = "standard"
     return {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "DEEPSPEED",
-        "deepspeed_config": {"deepspeed_config_file": str(deepspeed_json), "zero3_init_flag": False},
+        "deepspeed_config": deepspeed,
         "machine_rank": 0,
-        "num_machines": 1,
+        "num_machines": nodes,
         "num_processes": nproc,
         "use_cpu": backend == "cpu",
     }
@@ -70,6 +117,16 @@ def accelerate_config(deepspeed_json: Path, nproc: int, backend: str) -> dict[st
 def environment(command: Command | None = None) -> dict[str, str]:
     """This process's environment, with what a command adds to it."""
     return {**os.environ, **(command.env if command else {})}
+
+
+def exported(env: Mapping[str, str]) -> dict[str, str]:
+    """The settings that other hosts get. Secrets are among them: they may travel through ssh, never in an argv."""
+    return {key: value for key, value in env.items() if key.startswith(_EXPORTED) or key.upper() in _PROXIES}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting must stay off command lines and out of files."""
+    return bool(_SECRET.search(name))
 
 
 def adopt_slurm() -> None:
@@ -82,6 +139,31 @@ def adopt_slurm() -> None:
     env["LOCAL_WORLD_SIZE"] = env.get("SLURM_NTASKS_PER_NODE", env["SLURM_NTASKS"])
 
 
+@dataclass(frozen=True)
+class JobPlace:
+    """Where a process is in a job that a launcher started."""
+
+    rank: int
+    world: int
+    per_node: int
+
+
+def job_place() -> JobPlace | None:
+    """This process's place if torchrun or `srun` started several; None: it stands alone."""
+    adopt_slurm()
+    found = os.environ
+    if int(found.get("WORLD_SIZE", 1)) < 2 or "RANK" not in found:
+        return None
+    world = int(found["WORLD_SIZE"])
+    return JobPlace(int(found["RANK"]), world, int(found.get("LOCAL_WORLD_SIZE", world)))
+
+
+def own_address() -> str:
+    """The address at which ssh found this host; empty if it was called by a loopback address, or without ssh."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return words[2] if len(words) == 4 and not words[2].startswith(("127.", "::1")) else ""
+
+
 def free_port() -> int:
     """A TCP port that nobody uses now."""
     with socket.socket() as probe:
@@ -89,22 +171,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _local(worker: tuple[str, ...], nproc: int, env: Mapping[str, str]) -> list[Command]:
-    port = str(free_port())
+def _local(worker: tuple[str, ...], node: Node, env: Mapping[str, str]) -> list[Command]:
     shared = {
         **env,
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "WORLD_SIZE": str(node.world),
+        "LOCAL_WORLD_SIZE": str(node.processes),
+        "MASTER_ADDR": node.address,
+        "MASTER_PORT": str(node.port),
     }
+    first = node.index * node.processes
     return [
         Command(
             argv=(sys.executable, "-m", WORKER, *worker),
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            rank=rank,
+            env={**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)},
+            rank=first + local,
         )
-        for rank in range(nproc)
+        for local in range(node.processes)
     ]
 
 

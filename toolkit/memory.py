@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit import activations
 from toolkit.calibration import CALIBRATION, Calibration
-from toolkit.deepspeed_config import BUCKET_ELEMENTS as OWN_BUCKET_ELEMENTS
+from toolkit.deepspeed_config import bucket_elements
 from toolkit.estimate import Memory
 from toolkit.execution import Execution, of_plan
 from toolkit.optimizer_step import MOMENTS, state_shards
@@ -60,9 +60,13 @@ def _peak(e: Execution, kept: float, parts: dict[str, float]) -> float:
     the update, so with one micro-batch they come only as activations go.
     """
     live, logits, grads = activations.live_bytes(e), parts["logits"], parts["grads"]
+    tail = logits
+    if e.drops_gradients and logits:  # our own runs: the last norm comes between logits and layers
+        norm = activations.last_norm_bytes
+        tail = max(logits + norm(e, activations.LAST_NORM_KEPT), norm(e, activations.LAST_NORM_LIVE))
     if not (e.drops_gradients and e.grad_accum == 1 and e.pp == 1):
-        return kept + max(0.0, live - logits)
-    return max(0.0, max(kept + logits, live + max(kept, grads)) - logits - grads)
+        return kept + max(tail, live) - logits
+    return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
 
 
 def _last_layers(e: Execution) -> int:
@@ -143,12 +147,17 @@ def _gathered(e: Execution) -> float:
 
 def _buffers(e: Execution, params: float) -> float:
     """Reduction buckets, allocated whole: two of them where reduction runs beside the backward pass."""
-    if e.zero_stage == 0 or e.replicas == 1:
+    if e.zero_stage == 0 or (e.replicas == 1 and not e.drops_gradients):
         return 0.0
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
     buckets = 2 if e.software.dp_overlap else 1
-    largest = OWN_BUCKET_ELEMENTS if e.drops_gradients else min(BUCKET_ELEMENTS, _largest_bucket(e))
-    return buckets * width * min(largest, params * e.trained_share)
+    if e.drops_gradients:  # DeepSpeed allocates them even where there is nothing to reduce
+        return buckets * width * _own_bucket(e)
+    return buckets * width * min(BUCKET_ELEMENTS, _largest_bucket(e), params * e.trained_share)
+
+
+def _own_bucket(e: Execution) -> float:
+    return bucket_elements(e.model_params * e.trained_share, e.tp * e.pp)
 
 
 def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
@@ -158,7 +167,7 @@ def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
     trained = params * e.trained_share
     need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
     if e.drops_gradients and e.replicas > 1:
-        flat = e.element_bytes * min(OWN_BUCKET_ELEMENTS if e.zero_stage else BUCKET_ELEMENTS, trained)
+        flat = e.element_bytes * min(_own_bucket(e) if e.zero_stage else BUCKET_ELEMENTS, trained)
         need += flat * (2 if e.zero_stage == 3 and e.cluster.device.backend == "cpu" else 1)  # gloo sums in a copy
     return max(0.0, need - _freed(e, parts))
 

@@ -14,6 +14,7 @@ OFFLOADS = ("none", "cpu", "nvme", "cpu_params", "nvme_params")
 RECOMPUTES = ("none", "selective", "full")
 ZERO_VARIANTS = ("plain", "hpz", "mics")
 ZERO_QUANTIZED = ("none", "weights", "gradients", "both")
+TENSOR_BY = ("slices", "autotp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,8 @@ class Plan:
     """Activations kept (`none`), attention cores dropped (`selective`), only layer inputs kept (`full`)."""
     precision: str = "bf16"
     """Data type of the forward and backward pass."""
+    tensor_by: str = "slices"
+    """Who cuts matrices for tensor parallelism: the toolkit (`slices`) or DeepSpeed's AutoTP (`autotp`)."""
     islands: int = 1
     """Groups that synchronise only every `local_steps` steps."""
     local_steps: int = 1
@@ -111,6 +114,8 @@ class Plan:
             axes.append(f"ZeRO {self.zero_stage}")
         if self.pipeline_bounds:
             axes.append(f"layers {'-'.join(map(str, self.pipeline_bounds))}")
+        if self.tensor_by != "slices":
+            axes.append("AutoTP")
         if self.zero_variant != "plain":
             axes.append(f"{self.zero_variant} {self.zero_group}")
         if self.zero_quantized != "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,17 +31,29 @@ def fit_links(all_reduce: Mapping[int, float], ranks: int) -> Links:
     return Links(gb_per_second=rate / CALIBRATION.intra / 1e9, latency_us=latency * 1e6)
 
 
+def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
+    """The same between nodes: each device's share of the network."""
+    smallest, largest = min(all_reduce), max(all_reduce)
+    latency = all_reduce[smallest] / (1.0 + CALIBRATION.node_latency * math.log2(nodes / 2))
+    moving = max(all_reduce[largest] - all_reduce[smallest], 1e-9)
+    wire = 2.0 * (nodes - 1) / nodes
+    rate = wire * largest / max(moving - CALIBRATION.ramp_seconds * wire, 0.1 * moving)
+    return Links(gb_per_second=rate / CALIBRATION.inter / 1e9, latency_us=latency * 1e6)
+
+
 def cluster_yaml(
     *, device: str, backend: str, processes: int, memory_bytes: int, host_bytes: int, matmul_flops: float,
-    memory_bytes_per_second: float, collectives: Mapping[str, Mapping[int, float]],
+    memory_bytes_per_second: float, collectives: Mapping[str, Mapping[int, float]], nodes: int = 1,
+    between: Mapping[int, float] | None = None,
 ) -> str:  # fmt: skip
     """A cluster file; timings by size stand in comments."""
     kind = "cpu" if backend == "cpu" else _kind(device)
     lines = [f"# Measured by `toolkit probe` on {processes} process{'es' if processes > 1 else ''}: {device}."]
-    for name, times in collectives.items():
+    named = {**collectives, **({"all_reduce between nodes": between} if between else {})}
+    for name, times in named.items():
         shown = ", ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in sorted(times.items()))
         lines.append(f"# {name}: {shown}")
-    lines += [f"device: {kind}", "nodes: 1", f"devices_per_node: {processes}"]
+    lines += [f"device: {kind}", f"nodes: {nodes}", f"devices_per_node: {processes}"]
     lines.append(f"matmul_tflops: {matmul_flops / 1e12:.4g}")
     lines.append(f"memory_gb_per_second: {memory_bytes_per_second / 1e9:.4g}")
     lines.append(f"memory_gib: {(memory_bytes or host_bytes / processes) / GIB:.4g}")
@@ -49,6 +62,10 @@ def cluster_yaml(
         links = fit_links(collectives["all_reduce"], processes)
         lines.append(f"intra_gb_per_second: {links.gb_per_second:.4g}")
         lines.append(f"latency_us: {links.latency_us:.4g}")
+    if between:
+        links = fit_network(between, nodes)
+        lines.append(f"inter_gbps_per_device: {8 * links.gb_per_second:.4g}")
+        lines.append(f"inter_latency_us: {links.latency_us:.4g}")
     return "\n".join(lines) + "\n"
 
 

@@ -33,11 +33,12 @@ class Axes:
     tp: int
     pp: int
     sp: int
+    tensor_by: str = "slices"
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
         """Of a plan."""
-        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp)
+        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by)
 
     @property
     def split(self) -> bool:
@@ -48,8 +49,8 @@ class Axes:
 class Proofs:
     """The cache file: a lost or broken one only costs time."""
 
-    def __init__(self, path: Path = CACHE) -> None:
-        self._path = path
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or CACHE
         self._known: dict[str, dict[str, Any]] | None = None
 
     def get(self, config: Mapping[str, Any], attention: str, axes: Axes) -> Verdict | None:

@@ -9,6 +9,8 @@ from toolkit.plan import AXES
 from toolkit.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
+Format = Literal["text", "instruction", "chat", "classification", "image-classification", "seq2seq"]
+Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
 OptimizerName = Literal["adamw", "lamb", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
 
 
@@ -24,6 +26,8 @@ class Lora:
     """Dropout before each adapter."""
     targets: tuple[str, ...] | str = "auto"
     """Module names that get an adapter; `auto`: every linear layer but the head."""
+    quantize: Literal["none", "4bit"] = "none"
+    """`4bit`: the frozen base in 4 bits (QLoRA); needs bitsandbytes, pretrained weights and ZeRO below 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,10 @@ class Model:
     """Attention implementation; `auto`: what transformers chooses."""
     lora: Lora | None = None
     """Train adapters only."""
+    task: Task | None = None
+    """What the model is for: which head it gets; default: what `data.format` needs."""
+    num_labels: int | None = number(None, least=1)
+    """Classes of a classification head; default: the config's."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources that you trust."""
 
@@ -50,18 +58,58 @@ class Model:
 class Data:
     """The training data."""
 
-    path: str = "synthetic"
-    """Hub id, file, glob or directory (txt, jsonl, csv, parquet, arrow), `synthetic`, or `python-stdlib`."""
-    format: Literal["text", "instruction", "chat", "classification", "image-classification"] = "text"
-    """What a document is."""
+    path: str | dict[str, float] = "synthetic"
+    """Hub id (`id` or `id:config`), file, glob or directory (txt, jsonl, csv, parquet, arrow), `synthetic`, or
+    `python-stdlib`; a mapping of such sources to weights mixes them."""
+    format: Format = "text"
+    """What a row is, and what of it is learned; see docs/data.md."""
     tokenizer: str | None = None
     """Hub id or directory of a tokenizer, or `bytes`; default: the model's."""
     seq_len: int = number(512, least=2)
     """Tokens of a sequence."""
     packing: bool = True
-    """Fill sequences with several documents instead of padding."""
+    """Fill sequences with several documents instead of padding; for text, instruction and chat."""
+    packing_method: Literal["auto", "best_fit", "stream"] = "auto"
+    """`best_fit`: documents do not see each other; `stream`: one stream of text cut at `seq_len`, for pre-training;
+    `auto`: best_fit, or with text a stream if the model's type can't keep documents apart."""
+    long_documents: Literal["split", "truncate"] = "split"
+    """What happens to documents longer than `seq_len`; without packing they are truncated."""
     text_column: str = "text"
-    """Column that holds the text, in files that have columns."""
+    """Column with the text: text, classification."""
+    messages_column: str = "messages"
+    """Column with the messages: chat. A column `tools` goes to the chat template, too."""
+    prompt_column: str = "prompt"
+    """Column with what is asked: instruction, seq2seq."""
+    context_column: str | None = None
+    """Column with more of what is asked, which may be empty: instruction."""
+    response_column: str = "response"
+    """Column with what is answered: instruction, seq2seq."""
+    label_column: str = "label"
+    """Column with the class, a number or a name: classification, image-classification."""
+    image_column: str = "image"
+    """Column with the image, a path or bytes: image-classification. A directory of classes needs no columns."""
+    eval_path: str | None = None
+    """Held-out data for `train.eval_every`; or give `eval_fraction`."""
+    eval_fraction: float = number(0.0, least=0, most=0.5)
+    """Share of the documents that is held out for `train.eval_every`."""
+    streaming: bool = False
+    """Read the source while training, for what does not fit the disk; needs packing and `train.steps`."""
+    workers: int | None = number(None, least=1)
+    """Processes that tokenise; default: the cores of this machine."""
+    cache: str = "~/.cache/zero-toolkit/data"
+    """Directory of tokenised data, shared by all ranks and runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """How islands of `local_sgd` come together after `local_steps` steps."""
+
+    optimizer: Literal["average", "nesterov"] = "average"
+    """`average`: every island goes on from the mean (local SGD); `nesterov`: the mean change is a gradient (DiLoCo)."""
+    lr: float = number(0.7, above=0)
+    """Outer learning rate of `nesterov`."""
+    momentum: float = number(0.9, least=0, most=1)
+    """Outer momentum of `nesterov`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +148,14 @@ class Train:
     """Largest global gradient norm; 0: no clipping."""
     grad_reduce: Literal["mean", "sum"] = "mean"
     """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
+    outer: Outer | None = None
+    """Exchange between the islands of `local_sgd`; default: average."""
     seed: int = number(0, least=0, most=2**31 - 1)
     """Seed of weights, data order and dropout."""
+    eval_every: int = number(0, least=0)
+    """Steps between two evaluations on held-out data; 0: none. The best checkpoint is kept."""
+    eval_samples: int | None = number(None, least=1)
+    """Most held-out samples of an evaluation; default: all."""
     hang_timeout_seconds: float = number(600.0, above=0)
     """No rank gets anything done for so long: the run ends, and the rank that holds the others up is named."""
     on_oom: Literal["stop", "replan"] = "stop"
@@ -146,6 +200,8 @@ class Strategy:
     """Micro-batches a step."""
     recompute: Literal["none", "selective", "full"] | None = None
     """Which activations are computed again in the backward pass."""
+    tensor_by: Literal["slices", "autotp"] | None = None
+    """Who cuts matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
     islands: int | None = number(None, least=1)
     """Groups that synchronise every `local_steps` steps."""
     local_steps: int | None = number(None, least=1)
@@ -225,6 +281,16 @@ class Wandb:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A torch profiler trace, for Perfetto or chrome://tracing."""
+
+    steps: tuple[int, ...]
+    """First and last step, e.g. [10, 12]; from 3 on."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks that are profiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     """What is recorded."""
 
@@ -232,8 +298,18 @@ class Metrics:
     """Steps between two lines on the console; files get every step."""
     console: bool = True
     """Whether rank 0 shows progress."""
+    detail_every: int = number(10, least=0)
+    """Steps between two looks at all ranks, collectives and device counters; 0: none, and steps are not split."""
     wandb: Wandb = field(default_factory=Wandb)
     """Weights & Biases."""
+    tensorboard: bool = False
+    """Whether TensorBoard files are written to the run directory."""
+    sinks: tuple[str, ...] = ()
+    """Your own: `module:Class`, or entry points of `toolkit.sinks`; see docs/metrics.md."""
+    noise_scale: bool = False
+    """Whether the gradient noise scale is measured, under `data_parallel` and `zero`: what batch would be too large."""
+    trace: Trace | None = None
+    """Steps to look at operation by operation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,11 @@ from typing import Any
 
 import yaml
 
+from toolkit.data_faults import data_faults, task_of
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe import Recipe, Strategy, Train
 from toolkit.schema import build, show
+from toolkit.secrets_guard import secret_faults
 from toolkit.yaml_file import parse_yaml, read_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -36,6 +38,9 @@ def make_recipe(given: dict[str, Any], overrides: Sequence[str] = (), *, source:
     merged = copy.deepcopy(given)
     for override in overrides:
         _apply(merged, override, problems)
+    secrets = list(secret_faults(merged))
+    if secrets:  # before any message shows a value
+        raise BadInput(source, secrets)
     recipe = build(Recipe, merged, "", problems)
     if problems:
         raise BadInput(source, problems)
@@ -47,7 +52,13 @@ def make_recipe(given: dict[str, Any], overrides: Sequence[str] = (), *, source:
 
 def dump_recipe(recipe: Recipe) -> str:
     """YAML that `load_recipe` reads back into an equal recipe."""
-    return yaml.safe_dump(_plain(asdict(recipe)), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(as_mapping(recipe), sort_keys=False, allow_unicode=True)
+
+
+def as_mapping(recipe: Recipe) -> dict[str, Any]:
+    """What `make_recipe` makes an equal recipe of."""
+    mapping: dict[str, Any] = _plain(asdict(recipe))
+    return mapping
 
 
 def _plain(value: Any) -> Any:
@@ -77,6 +88,7 @@ def _apply(given: dict[str, Any], override: str, problems: list[Problem]) -> Non
 def _cross_faults(recipe: Recipe) -> list[Problem]:
     """What single fields can't show."""
     faults = [*_model_faults(recipe), *_train_faults(recipe.train), *_strategy_faults(recipe.strategy)]
+    faults += data_faults(recipe.data, recipe.train, recipe.model)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
         faults.append(Problem("name", what))
@@ -93,7 +105,8 @@ def _model_faults(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model", "path and config exclude each other; give one of them")
     if model.config is not None and model.init == "pretrained":
         yield Problem("model.init", "'pretrained' needs model.path; an inline config starts from scratch")
-    if model.path is None and recipe.data.tokenizer is None and recipe.data.path != "synthetic":
+    needs_tokenizer = recipe.data.format != "image-classification" and recipe.data.path != "synthetic"
+    if model.path is None and recipe.data.tokenizer is None and needs_tokenizer:
         yield Problem("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")
 
 
@@ -124,6 +137,6 @@ def _strategy_faults(strategy: Strategy) -> Iterator[Problem]:
 
 def _resolved(recipe: Recipe) -> Recipe:
     """The same recipe with the defaults that depend on other keys written out."""
-    if recipe.model.init is not None:
-        return recipe
-    return replace(recipe, model=replace(recipe.model, init="pretrained" if recipe.model.path else "scratch"))
+    init = recipe.model.init or ("pretrained" if recipe.model.path else "scratch")
+    task = recipe.model.task or task_of(recipe.data.format)
+    return replace(recipe, model=replace(recipe.model, init=init, task=task))

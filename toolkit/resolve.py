@@ -7,18 +7,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import strategies
 from toolkit import planner, run_dir
+from toolkit.compat import unkeepable
 from toolkit.deepspeed_config import deepspeed_config
 from toolkit.errors import BadInput, NoPlanFits, Problem
+from toolkit.execution import of_plan
 from toolkit.job import make_job, raw_config
+from toolkit.launch import accelerate_config
+from toolkit.noise_scale import tells_noise
 from toolkit.plan import Job, Plan, Refusal
 from toolkit.planner import Decision, Option
 from toolkit.proofs import Axes, Proofs, Verdict, judged
 from toolkit.recipe import Recipe
 from toolkit.run_dir import RunDir
 from toolkit.schema import nearest
-from toolkit.timing import model_flops
+from toolkit.timing import hardware_flops, model_flops
+
+WORTH_SAYING = 1.2
+"""Islands are mentioned from this gain in throughput on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,17 +51,22 @@ class Resolved:
         return deepspeed_config(
             self.chosen.plan,
             self.recipe.train,
-            params=self.job.model.params,
+            params=round(self.job.model.params * of_plan(self.chosen.plan, self.job).trained_share),
             backend=self.job.cluster.device.backend,
             nvme_path=self.recipe.strategy.nvme_path,
         )
 
     def plan_json(self) -> dict[str, Any]:
-        """plan.json: the PLAN of the contract, and the bases of MFU."""
+        """plan.json: the PLAN of the contract, the bases of MFU and HFU, and limits that measurements are held to."""
+        cluster = self.job.cluster
+        across = cluster.inter_bytes_per_second if cluster.nodes > 1 else cluster.intra_bytes_per_second
         return {
             **self.chosen.to_json(),
             "model_flops": model_flops(self.job),
-            "peak_flops": self.job.cluster.device.peak_flops,
+            "hardware_flops": hardware_flops(self.chosen.plan, self.job),
+            "peak_flops": cluster.device.peak_flops,
+            "memory_limit_bytes": self.chosen.estimate.memory_limit_bytes,
+            "link_bytes_per_second": across,
         }
 
     def write(self, path: Path, *, go_on: bool = False) -> RunDir:
@@ -62,6 +76,12 @@ class Resolved:
         run = RunDir(path) if go_on else run_dir.create(path)
         run_dir.write(run, self.recipe, self.plan_json(), self.deepspeed)
         return run
+
+    def write_accelerate(self, run: RunDir) -> None:
+        """The config with which `accelerate launch` starts the run."""
+        cluster = self.job.cluster
+        config = accelerate_config(run.deepspeed, self.chosen.plan.devices, cluster.device.backend, cluster.nodes)
+        (run.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughput") -> Resolved:
@@ -81,6 +101,23 @@ def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughp
     return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
 
 
+def apart(resolved: Resolved) -> str:
+    """For clusters of several sites: what islands would gain over the plan that synchronises every step; or nothing."""
+    recipe, chosen = resolved.recipe, resolved.decision.chosen
+    if recipe.strategy.name != "auto" or chosen is None or resolved.job.cluster.sites == 1:
+        return ""
+    proposals = _keepable(recipe, strategies.propose(resolved.job, "local_sgd"))
+    found = planner.decide(resolved.job, proposals).chosen
+    if found is None or found.estimate.tokens_per_second < WORTH_SAYING * chosen.estimate.tokens_per_second:
+        return ""
+    gain = found.estimate.tokens_per_second / chosen.estimate.tokens_per_second
+    return (
+        f"the link between sites is the bottleneck: {found.plan.describe()} would reach "
+        f"{found.estimate.tokens_per_second:,.0f} tokens/s, {gain:.1f} times the chosen plan; its result is not that "
+        "of synchronous training; ask for it with strategy.name=local_sgd"
+    )
+
+
 def proven(
     resolved: Resolved, again: Callable[[], Resolved], prove: Callable[[Axes], Verdict], say: Callable[[str], object]
 ) -> Resolved:
@@ -90,22 +127,44 @@ def proven(
         axes = Axes.of(resolved.chosen.plan)
         if not axes.split or Proofs().get(config, recipe.model.attention, axes) is not None:
             break
-        say("trying the split on a small twin of the model, in float64")
+        say("trying the split on a small twin of the model")
         Proofs().put(config, recipe.model.attention, axes, prove(axes))
         resolved = again()
     return resolved
 
 
 def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
-    """Proposals, without those that can't save what the recipe asks to save."""
+    """Proposals, without those that can't train the recipe's task, or save what it asks to save."""
+    task = recipe.model.task
     for proposal in proposals:
-        if isinstance(proposal, Plan) and proposal.ep > 1 and recipe.checkpoint.every > 0:
+        if isinstance(proposal, Plan) and task not in (None, "causal-lm") and Axes.of(proposal).split:
+            reason = f"splits of a model are proven for causal language models only, and data.format needs {task}"
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.checkpoint.every % proposal.local_steps:
             reason = (
-                "AutoEP keeps experts under names of its own, which our checkpoints do not know; use checkpoint.every 0"
+                f"checkpoints are made where islands agree: checkpoint.every {recipe.checkpoint.every} is no multiple "
+                f"of local_steps {proposal.local_steps}"
             )
             yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.metrics.noise_scale and not tells_noise(proposal):
+            reason = (
+                "metrics.noise_scale compares micro-batches with the whole batch: it needs data_parallel or zero, and "
+                "at least two micro-batches a step over all devices"
+            )
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.train.outer is not None and proposal.islands == 1:
+            reason = "train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd"
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.checkpoint.every > 0 and unkeepable(proposal):
+            yield Refusal(proposal.strategy, f"{unkeepable(proposal)}; use checkpoint.every 0", proposal)
+        elif isinstance(proposal, Plan) and _is_quantized(recipe) and proposal.zero_stage == 3:
+            yield Refusal(proposal.strategy, "4bit weights of model.lora.quantize can't be sharded by ZeRO 3", proposal)
         else:
             yield proposal
+
+
+def _is_quantized(recipe: Recipe) -> bool:
+    return recipe.model.lora is not None and recipe.model.lora.quantize != "none"
 
 
 def _known(recipe: Recipe) -> Callable[[Axes], Verdict | None]:

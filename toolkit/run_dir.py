@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,24 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """One JSON object an evaluation."""
+        return self.path / "eval.jsonl"
+
+    @property
     def summary(self) -> Path:
         """How the run ended."""
         return self.path / "summary.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened besides steps: starts, checkpoints, stragglers; one JSON object each."""
+        return self.path / "events.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Profiler traces, if the recipe asks for them."""
+        return self.path / "trace"
 
     @property
     def checkpoints(self) -> Path:
@@ -75,6 +90,14 @@ class Order:
     """FLOPs of a step by convention (no recompute): the base of MFU."""
     peak_flops: float
     """Peak of one device."""
+    hardware_flops: float
+    """FLOPs of a step with what is computed again: the base of HFU."""
+    predicted_parts: dict[str, float]
+    """Seconds a step by part, as predicted."""
+    memory_limit_bytes: int
+    """What the device has for the job; 0: unknown."""
+    link_bytes_per_second: float
+    """Of one rank, over the slowest link that its gradients take; 0: unknown."""
 
 
 def new_run_path(output: str, name: str) -> Path:
@@ -125,17 +148,30 @@ def write(run: RunDir, recipe: Recipe, plan: dict[str, Any], deepspeed: dict[str
 def read(run: RunDir) -> Order:
     """What the three files say."""
     try:
-        plan = json.loads(run.plan.read_text(encoding="utf-8"))
-        deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        return _order(run)
+    except BadInput:
+        raise
+    except (OSError, ValueError) as error:
         raise BadInput(str(run.path), f"not a run directory: {error}") from None
-    axes = {f.name: plan[f.name] for f in fields(Plan)} | {"pipeline_bounds": tuple(plan["pipeline_bounds"])}
+    except (KeyError, TypeError, AttributeError):
+        raise BadInput(str(run.plan), "is not a plan of this toolkit; plan again with `toolkit train`") from None
+
+
+def _order(run: RunDir) -> Order:
+    plan = json.loads(run.plan.read_text(encoding="utf-8"))
+    deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
+    # Axes that came later have defaults: run directories of earlier versions go on.
+    axes = {f.name: plan[f.name] for f in fields(Plan) if f.name in plan or f.default is MISSING}
     return Order(
         recipe=load_recipe(run.recipe),
-        plan=Plan(**axes),
+        plan=Plan(**axes | {"pipeline_bounds": tuple(plan["pipeline_bounds"])}),
         deepspeed=deepspeed,
         predicted_step_seconds=plan["time"]["total"],
         predicted_memory_bytes=plan["memory"]["total"],
         model_flops=plan["model_flops"],
         peak_flops=plan["peak_flops"],
+        hardware_flops=plan.get("hardware_flops", plan["model_flops"]),
+        predicted_parts={name: seconds for name, seconds in plan["time"].items() if name != "total"},
+        memory_limit_bytes=plan.get("memory_limit_bytes", 0),
+        link_bytes_per_second=plan.get("link_bytes_per_second", 0.0),
     )

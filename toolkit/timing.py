@@ -21,6 +21,15 @@ def model_flops(job: Job) -> float:
     return work.tokens * (6.0 * matmul_params + attention)
 
 
+def hardware_flops(plan: Plan, job: Job) -> float:
+    """The same with what the backward pass computes again: a third of what a layer does, where all of it is."""
+    model, work, again = job.model, job.workload, of_plan(plan, job).recompute
+    attention = 4 * model.layers * model.heads * model.head_dim * work.seq_len
+    outside = model.head_params if model.tied_embeddings else model.embedding_params + model.head_params
+    layers = 2.0 * max(0, model.active_params - outside)
+    return model_flops(job) + work.tokens * (again.matmul * layers + again.attention * attention)
+
+
 def step_time(plan: Plan, job: Job) -> Time:
     """What each part of the plan costs in one step."""
     return seconds(of_plan(plan, job))

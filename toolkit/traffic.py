@@ -161,5 +161,5 @@ def _island_seconds(e: Execution, cal: Calibration) -> float:
     if e.islands == 1:
         return 0.0
     where = collectives.group(e.cluster, e.islands, e.cluster.devices // e.islands)
-    size = e.element_bytes * stage_params(e) * e.trained_share
+    size = 4 * stage_params(e) * e.trained_share / e.dp  # masters, in fp32; ranks of an island share the work
     return collectives.all_reduce(size, where, e.cluster, cal) / e.local_steps

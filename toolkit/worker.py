@@ -13,14 +13,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toolkit import run_dir
+from toolkit.cluster_reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
 from toolkit.launch import PARENT, adopt_slurm, free_port
 from toolkit.preflight import check
+from toolkit.recipe import Recipe
 from toolkit.recipe_file import load_recipe
 from toolkit.resolve import Resolved, resolve
 from toolkit.resources import find_recipe
@@ -116,7 +118,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
     if args.recipe is not None:  # every rank finds faults of the input before torch is imported
         recipe = load_recipe(find_recipe(args.recipe), args.overrides)
         recipe = check(recipe, os.environ, lambda note: rank.number or print(note, file=rank.terminal.err))
-        resolved = resolve(recipe, nproc=int(os.environ.get("WORLD_SIZE", 1)))
+        resolved = _resolve(recipe)
         _ = resolved.chosen
     elif args.run_dir is None:
         raise BadInput("toolkit.worker", "give a recipe, or --run-dir with a prepared directory")
@@ -128,6 +130,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
     from toolkit.runtime.run import Watched, run_rank
 
     world = distributed.World.from_env(os.environ)
+    _choose_interface()
     if resolved is None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
@@ -137,6 +140,24 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         run = _prepare(resolved, args.run_dir, world.rank)
         pulse = rank.settle(run)
     run_rank(run_dir.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse))
+
+
+def _resolve(recipe: Recipe) -> Resolved:
+    """Plan for the world that the launcher has made: hosts like this one, unless the recipe says which."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)))
+    if recipe.cluster == "auto" and world > local > 0 and world % local == 0:
+        return resolve(replace(recipe, cluster=of_nodes("auto", world // local, local)))
+    return resolve(recipe, nproc=world)
+
+
+def _choose_interface() -> None:
+    """gloo would listen where the host's own name leads to, often loopback: take the way to the first host."""
+    from toolkit.runtime.network import interface_towards
+
+    name = interface_towards(os.environ["MASTER_ADDR"])
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:

@@ -40,7 +40,9 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("model.config.output_router_logits=true", 2, "router losses"),
         ("data.seq_len=128", 2, "128 tokens given; the model takes at most 64"),
         ("data.path=/no/such/file.txt", 2, "no such file"),
-        ("data.format=chat", 2, "data.format"),
+        ("data.format=chats", 2, "did you mean chat?"),
+        ("data.path={a.txt: -1}", 2, "a weight above 0"),
+        ("model.lora={rank: 4, quantize: 4bit}", 2, "4bit needs bitsandbytes, which is not installed"),
         ("strategy.name=zerro", 2, "zerro"),
         (
             "strategy={name: zero, zero_stage: 2, offload: cpu_params}",
@@ -126,7 +128,8 @@ def test_a_model_too_large_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
 def test_data_without_a_sample_ends_every_worker_with_2(recipe: Path, tmp_path: Path) -> None:
     """Only the workers can count tokens: the same clear message, the same exit code."""
     (tmp_path / "short.txt").write_text("short")
-    done = run_cli("train", str(recipe), f"data.path={tmp_path / 'short.txt'}", "--nproc", "2")
+    stream = "data.packing_method=stream"
+    done = run_cli("train", str(recipe), f"data.path={tmp_path / 'short.txt'}", stream, "--nproc", "2")
     assert done.returncode == 2, done.stderr
     assert "one sequence needs 33" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
@@ -151,7 +154,7 @@ def test_dry_run_starts_nothing(recipe: Path, tmp_path: Path, capsys: pytest.Cap
 def test_plan_json_follows_the_contract(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "--nproc", "2", "--json"]) == 0
     decision = json.loads(capsys.readouterr().out)
-    assert decision.keys() == {"chosen", "ranked", "refused", "considered"}
+    assert decision.keys() == {"chosen", "ranked", "refused", "considered", "notes"}
     plan = decision["chosen"]
     axes = {"strategy", "dp", "tp", "pp", "sp", "ep", "zero_stage", "zero_group", "offload", "micro_batch", "grad_accum", "recompute", "precision", "islands", "local_steps"}  # noqa: E501  # fmt: skip
     assert axes | {"fits", "memory", "time", "tokens_per_second", "mfu"} <= plan.keys()

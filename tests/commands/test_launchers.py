@@ -1,4 +1,4 @@
-"""Every way to start a worker gives bit-identical metrics."""
+"""Every way to start workers on one machine, by the commands of docs/launching.md, gives bit-identical losses."""
 
 from __future__ import annotations
 
@@ -11,22 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit.launch import accelerate_config, free_port
-from toolkit.runtime.pool import run_warm  # noqa: F401 - the fork server starts once for all tests
+from tests import launching_page
+from tests.conftest import TINY_LLAMA
 
-PYTHON = sys.executable
-BIN = Path(PYTHON).parent
+BIN = Path(sys.executable).parent
+EMITS = "toolkit emit"
 
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("launchers")
-
-
-@pytest.fixture(scope="module")
-def recipe(workspace: Path) -> Path:
-    from tests.conftest import TINY_LLAMA
-
+    directory = tmp_path_factory.mktemp("launchers")
     mapping: dict[str, Any] = {
         "name": "tiny",
         "model": {"config": TINY_LLAMA, "precision": "fp32"},
@@ -35,49 +29,60 @@ def recipe(workspace: Path) -> Path:
         "strategy": {"name": "zero", "zero_stage": 2},
         "metrics": {"console": False, "wandb": {"mode": "disabled"}},
     }
-    path = workspace / "recipe.yaml"
-    path.write_text(yaml.safe_dump(mapping))
-    return path
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(mapping))
+    return directory
 
 
 @pytest.fixture(scope="module")
-def expected(workspace: Path, recipe: Path) -> list[float]:
+def expected(workspace: Path) -> list[float]:
     """`toolkit train` itself."""
-    return losses(workspace, "toolkit", [PYTHON, "-m", "toolkit.cli", "train", str(recipe), "--nproc", "2"])
+    first = launching_page.commands("This machine")[0]
+    losses, _ = launching_page.run(first, workspace, launching_page.environment())
+    assert len(losses) == 3
+    return losses
 
 
-def losses(workspace: Path, name: str, command: list[str]) -> list[float]:
-    directory = workspace / name
-    done = subprocess.run([*command, "--run-dir", str(directory)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert {p.name for p in (directory / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
-    return [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+OTHERS = [*launching_page.commands("This machine")[1:], *launching_page.commands("Your own launcher")]
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "accelerate"])
-def test_toolkit_train_through_each_launcher(
-    workspace: Path, recipe: Path, expected: list[float], launcher: str
-) -> None:
-    command = [PYTHON, "-m", "toolkit.cli", "train", str(recipe), "--nproc", "2", "--launcher", launcher]
-    assert losses(workspace, f"by-{launcher}", command) == expected
+@pytest.mark.parametrize("command", OTHERS)
+def test_the_same_bits_from_every_launcher(workspace: Path, expected: list[float], command: str) -> None:
+    found, _ = launching_page.run(command, workspace, launching_page.environment())
+    assert found == ([] if command.startswith(EMITS) else expected)
+    if not command.startswith(EMITS):
+        newest = max(workspace.rglob("metrics.jsonl"), key=lambda path: path.stat().st_mtime).parent
+        assert {path.name for path in (newest / "logs").iterdir()} == {"rank-0.log", "rank-1.log"}
+        assert json.loads((newest / "summary.json").read_text())["status"] == "done"
 
 
-def test_people_who_launch_by_themselves(workspace: Path, recipe: Path, expected: list[float]) -> None:
-    config = workspace / "accelerate.yaml"
-    config.write_text(yaml.safe_dump(accelerate_config(workspace / "toolkit" / "deepspeed.json", 2, "cpu")))
-    port = str(free_port())
-    worker = ["toolkit.worker", str(recipe), "train.seed=0"]
-    commands = {
-        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", port, "--module", *worker],
-        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", *worker],
-        "accelerate": [str(BIN / "accelerate"), "launch", "--config_file", str(config), "-m", *worker],
-    }
-    for name, command in commands.items():
-        assert losses(workspace, f"own-{name}", command) == expected, name
+def test_the_manifest_of_the_page(workspace: Path) -> None:
+    for command in launching_page.commands("Kubernetes"):
+        launching_page.run(command, workspace, launching_page.environment())
+    assert "image: registry.example/zero-toolkit:1" in (workspace / "k8s-job" / "job.yaml").read_text()
 
 
-def test_faults_under_a_foreign_launcher_are_one_message(recipe: Path) -> None:
-    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "toolkit.worker", str(recipe)]
-    done = subprocess.run([*command, "train.sterps=3"], capture_output=True, text=True, timeout=120)
+def test_pipelines_are_refused_under_accelerate(workspace: Path) -> None:
+    argv = ["train", "recipe.yaml", "strategy={name: pipeline, pp: 2}", "--nproc", "2", "--launcher", "accelerate"]
+    done = subprocess.run(
+        [sys.executable, "-m", "toolkit.cli", *argv],
+        cwd=workspace,
+        env=launching_page.environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "accelerate has no pipeline; use --launcher local" in done.stderr
+
+
+def test_faults_under_a_foreign_launcher_are_one_message(workspace: Path) -> None:
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "toolkit.worker", "recipe.yaml"]
+    done = subprocess.run(
+        [*command, "train.sterps=3"],
+        cwd=workspace,
+        env=launching_page.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode != 0
     assert done.stderr.count("train.sterps: unknown key; did you mean train.steps?") == 1

@@ -8,14 +8,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from tests.runtime.suicidal import scale_losses
 from toolkit import checkpoint_store as store
 from toolkit import cli
+from toolkit.launch import Command
+from toolkit.run_dir import RunDir
+from toolkit.runtime import supervise
+from toolkit.runtime.pool import Enter, WarmProcess, enter_worker
 
 SAVE = ("checkpoint.every=2", "train.steps=4")
 
@@ -77,29 +84,55 @@ def _worker_pids(run: Path, launcher: subprocess.Popen[str]) -> list[int]:
     raise AssertionError("training never began")
 
 
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Enter], list[dict[str, Any]]]:
+    """Make the command start warm workers that fail in a given way; the plan of every attempt is noted."""
+
+    def with_fault(enter: Enter) -> list[dict[str, Any]]:
+        plans: list[dict[str, Any]] = []
+
+        def run_all(commands: Sequence[Command], run: RunDir, timeout: float) -> int:
+            plans.append(json.loads(run.plan.read_text()))
+            return original(commands, run, timeout, lambda command: WarmProcess.start(command, enter))
+
+        monkeypatch.setattr(supervise, "run_all", run_all)
+        return plans
+
+    original = supervise.run_all
+    return with_fault
+
+
+def own_plan(argv: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(argv[argv.index("--run-dir") + 1]) / "plan.json").read_text())
+    return found
+
+
+def dies_in_company(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """With two processes, rank 1 is killed in step 3; alone it trains."""
+    died = Path(argv[argv.index("--run-dir") + 1]) / "died"
+
+    def die(count: int) -> float:
+        if env["RANK"] == "1" and (count == 3 or died.exists()):
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1.0
+
+    scale_losses(die)
+    enter_worker(argv, env)
+
+
 def test_restarts_go_on_and_then_take_fewer_processes(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, attempts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from toolkit.errors import RankFailed
-    from toolkit.runtime import supervise
-
-    attempts: list[int] = []
-
-    def run_all(commands: Any, run: Any, timeout: float) -> int:
-        attempts.append(len(commands))
-        if len(attempts) < 3:
-            raise RankFailed("rank 1 on host was ended by SIGKILL at step 3")
-        return 0
-
-    monkeypatch.setattr(supervise, "run_all", run_all)
+    plans = attempts(dies_in_company)
     argv = ["train", str(recipe), *SAVE, "--nproc", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts"]
-    assert cli.main([*argv, "2"]) == 0
-    assert attempts == [2, 2, 1], "the second failure without progress takes fewer"
-    out = capsys.readouterr().out
-    assert "starting again from the beginning with 2 processes; restarts left: 1" in out
-    attempts.clear()
     assert cli.main([*argv, "1"]) == 4
-    assert attempts == [2, 2]
+    assert [plan["dp"] for plan in plans] == [2, 2]
+    assert "starting again from step 2 with 2 processes; restarts left: 0" in capsys.readouterr().out
+    plans.clear()
+    assert cli.main([*argv, "2"]) == 0
+    assert [plan["dp"] for plan in plans] == [2, 2, 1], "the second failure without progress takes fewer"
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]
 
 
 def test_what_is_no_run_directory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,37 +140,31 @@ def test_what_is_no_run_directory_is_said(tmp_path: Path, capsys: pytest.Capture
     assert "is not a run directory" in capsys.readouterr().err
 
 
+def exhausts_memory(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """Whole micro-batches without recompute need more memory in step 3 than any host has."""
+    plan = own_plan(argv)
+    if plan["micro_batch"] == 4 and plan["recompute"] == "none" and env["RANK"] == "1":
+        scale_losses(lambda count: 1.0 if count < 3 else float(torch.empty(2**60, dtype=torch.uint8)[0]))
+    enter_worker(argv, env)
+
+
 def test_out_of_memory_shows_the_next_plan_or_goes_on_under_it(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, attempts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from toolkit.commands import session
-    from toolkit.errors import OutOfMemory
-    from toolkit.runtime import supervise
-
-    plans: list[dict[str, Any]] = []
-
-    def run_all(commands: Any, run: Any, timeout: float) -> int:
-        plans.append(json.loads(run.plan.read_text()))
-        if len(plans) % 2:
-            raise OutOfMemory("rank 0 on host failed: OutOfMemoryError: CUDA out of memory at step 1")
-        return 0
-
-    # Only an accelerator runs out of its memory: what is decided then is tested as if this host had two.
-    monkeypatch.setattr(supervise, "run_all", run_all)
-    monkeypatch.setattr(session, "check_here", lambda cluster: None)
-    cluster = "cluster={device: H100-SXM5-80GB, nodes: 1, devices_per_node: 2}"
-    big = "model={path: llama-3.2-1b, init: scratch, precision: bf16}"
-    argv = ["train", str(recipe), cluster, big, "data.path=synthetic", "data.seq_len=2048", "train.global_batch=64"]
+    plans = attempts(exhausts_memory)
+    argv = ["train", str(recipe), *SAVE, "--nproc", "2", "strategy.name=zero", "strategy.zero_stage=1"]
     assert cli.main([*argv, "--run-dir", str(tmp_path / "stop")]) == 4
     err = capsys.readouterr().err
+    assert "rank 1 on" in err
+    assert "can't allocate memory" in err
     assert "predicted:" in err
     assert "the next plan needs" in err
     plans.clear()
     assert cli.main([*argv, "train.on_oom=replan", "--run-dir", str(tmp_path / "replan")]) == 0
     first, second = plans
     assert second["memory"]["total"] < 0.9 * first["memory"]["total"]
-    assert second["micro_batch"] * second["grad_accum"] * second["dp"] == 64
-    assert (
-        yaml.safe_load((tmp_path / "replan" / "recipe.yaml").read_text())["strategy"]["micro_batch"]
-        == (second["micro_batch"])
-    )
+    assert second["micro_batch"] * second["grad_accum"] * second["dp"] == 8
+    assert "starting again from step 2" in capsys.readouterr().out
+    assert steps(tmp_path / "replan") == [1, 2, 3, 4]
+    written = yaml.safe_load((tmp_path / "replan" / "recipe.yaml").read_text())
+    assert written["strategy"]["micro_batch"] == second["micro_batch"]

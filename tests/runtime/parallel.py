@@ -34,13 +34,17 @@ def model(kind: str, **config: Any) -> Model:
 
 
 def batch(step: int, data: str) -> MicroBatch:
-    """A global batch: `full`, `padded` on the right, or `packed` with positions that start anew."""
+    """A global batch: `full`, `padded` on the right, `padded left`, or `packed` with positions that start anew."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, WORDS, (SEQUENCES, TOKENS + 1), generator=generator)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if data == "padded":
         lengths = torch.tensor([TOKENS, 5, 11, 3])
         mask = (torch.arange(TOKENS) < lengths[:, None]).long()
+        return MicroBatch(inputs * mask, labels.masked_fill(mask == 0, IGNORE), mask)
+    if data == "padded left":
+        begins = torch.tensor([0, 5, 11, 3])
+        mask = (torch.arange(TOKENS) >= begins[:, None]).long()
         return MicroBatch(inputs * mask, labels.masked_fill(mask == 0, IGNORE), mask)
     if data == "packed":
         positions = torch.cat([torch.arange(6), torch.arange(TOKENS - 6)]).expand(SEQUENCES, TOKENS).contiguous()

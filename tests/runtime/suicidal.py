@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit import checkpoint_store as store
-from toolkit.runtime import engine, safetensors_writer
+from toolkit.runtime import engine, pipeline_stage, safetensors_writer
 from toolkit.runtime.pool import enter_worker
 
 SAVE_CALLS = {0: 12, 1: 2}
@@ -75,6 +75,31 @@ def poison(argv: tuple[str, ...], env: dict[str, str]) -> None:
     enter_worker(argv, env)
 
 
+def poison_stage(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """From step 3 on, one stage's first attention makes no numbers of what it gets, in one of the passes."""
+    rank, way = env["CULPRIT"].split(":")
+    original = pipeline_stage.Stage.feed
+
+    def feed(self: Any, batch: Any, weight: float) -> None:
+        original(self, batch, weight)
+        steps[0] += 1
+        if steps[0] == 3:
+            name = f"{self.split.layers}.{self.split.bounds[self.index]}.self_attn"
+            self.model.get_submodule(name).register_forward_hook(spoil)
+
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        hidden, *others = output
+        if way == "forward":
+            return (hidden * float("nan"), *others)
+        hidden.register_hook(lambda gradient: gradient * float("nan"))
+        return output
+
+    steps = [0]
+    if rank == env["RANK"]:
+        pipeline_stage.Stage.feed = feed
+    enter_worker(argv, env)
+
+
 def spike_at_step_9(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """The loss of the ninth batch is ten times too large."""
     scale_losses(lambda count: 10.0 if count == 9 else 1.0)
@@ -89,4 +114,4 @@ def scale_losses(factor: Callable[[int], float]) -> None:
         count[0] += 1
         return original(*args) * factor(count[0])
 
-    engine.summed_loss = summed_loss
+    engine.summed_loss = pipeline_stage.summed_loss = summed_loss

@@ -17,10 +17,12 @@ import yaml
 
 from tests.conftest import TINY_LLAMA
 from toolkit import checkpoint_store as store
-from toolkit import cli, regions
+from toolkit import cli, heartbeat, regions, run_dir
 from toolkit.checkpoint_format import MANIFEST, FileEntry, canonical_json, dump_manifest, sha256
 from toolkit.commands.verify import check
 from toolkit.errors import BadInput, CheckpointFailed
+from toolkit.recipe_file import make_recipe
+from toolkit.resolve import resolve
 from toolkit.runtime import checkpoint_writer
 from toolkit.runtime.checkpoint_reader import Reader, load
 from toolkit.runtime.fragments import Fragment
@@ -81,6 +83,32 @@ def test_a_pickle_under_any_name_is_an_error(
     if name != "recipe.yaml":  # which a reader of weights never opens
         with pytest.raises(BadInput):
             Reader.open(path).full("w", "weight")
+
+
+ORDER = ["recipe.yaml", "plan.json", "deepspeed.json"]
+RECORDS = ["metrics.jsonl", "summary.json", "events.jsonl", "eval.jsonl"]
+
+
+@pytest.mark.parametrize("name", [*ORDER, *RECORDS, "checkpoints/latest", "checkpoints/best", "heartbeats/rank-0.json"])
+def test_a_pickle_in_a_run_directory_runs_nothing(
+    name: str, marker: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever opens it: the worker's order, a report, `verify`, the newest checkpoint, the beats."""
+    data = {"path": "synthetic", "seq_len": 32}
+    given = {"model": {"config": TINY_LLAMA}, "data": data, "train": {"steps": 1}}
+    run = resolve(make_recipe(given, ()), 1).write(tmp_path / "run")
+    save(run.checkpoints, 1)
+    (run.path / name).parent.mkdir(exist_ok=True)
+    (run.path / name).write_bytes(pickle.dumps(Payload(marker)))
+    if name in ORDER:
+        with pytest.raises(BadInput):
+            run_dir.read(run)
+    heartbeat.read_all(run.heartbeats)
+    assert store.steps(run.checkpoints) == [1]
+    store.prune(run.checkpoints, 1)
+    for argv in (["report", str(run.path)], ["verify", str(run.path)]):
+        assert cli.main(argv) in (0, 1, 2)
+        assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:os.system ['touch {0}']", "!!python/name:os.system ''"])

@@ -1,4 +1,4 @@
-"""Samples, order and shares: exact, and the same whatever the strategy."""
+"""Samples and shares: exact, and the same whatever the strategy."""
 
 from __future__ import annotations
 
@@ -12,37 +12,65 @@ import torch
 from toolkit.data_files import data_files
 from toolkit.errors import BadInput
 from toolkit.recipe import Data
-from toolkit.runtime.data import IGNORE, Order, Packed, Padded, Synthetic, load_samples, micro_batches
-from toolkit.runtime.sources import read_documents
+from toolkit.runtime.data import IGNORE, micro_batches
+from toolkit.runtime.documents import Documents, from_lists
+from toolkit.runtime.mixed import Mixed
+from toolkit.runtime.order import PAST_END, Order
+from toolkit.runtime.packing import cut
+from toolkit.runtime.samples import Labelled, Padded, Stream, Synthetic
+from toolkit.runtime.sources import read_rows
 from toolkit.runtime.tokenizer import Bytes, load_tokenizer
 
 
-def test_packing_predicts_every_token_once() -> None:
-    samples = Packed(np.arange(11, dtype=np.int32), seq_len=5)
+def padded(documents: list[np.ndarray], seq_len: int) -> Padded:
+    flat = from_lists(documents)
+    pieces = cut(flat, np.arange(len(flat)), seq_len, "truncate")
+    return Padded(flat, pieces.starts, pieces.lengths, seq_len, pad=1)
+
+
+def test_a_stream_predicts_every_token_once() -> None:
+    samples = Stream(np.arange(11, dtype=np.int32), seq_len=5)
     assert len(samples) == 2
     batch = samples.batch(np.array([0, 1]))
-    assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert batch.inputs()["input_ids"].tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert batch.labels.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
     assert batch.counted == 10
 
 
 def test_padding_does_not_count() -> None:
-    samples = Padded([np.array([7, 8, 9]), np.arange(10)], seq_len=4, pad=1)
-    batch = samples.batch(np.array([0, 1]))
-    assert batch.input_ids.tolist() == [[7, 8, 9, 1], [0, 1, 2, 3]]
+    batch = padded([np.array([7, 8, 9]), np.arange(10)], seq_len=4).batch(np.array([0, 1]))
+    assert batch.inputs()["input_ids"].tolist() == [[7, 8, 1, 1], [0, 1, 2, 3]]
     assert batch.labels.tolist() == [[8, 9, IGNORE, IGNORE], [1, 2, 3, 4]]
-    assert batch.attention_mask is not None
-    assert batch.attention_mask.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert batch.inputs()["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
     assert batch.counted == 6
 
 
-def test_each_epoch_visits_every_sample_once_in_another_order() -> None:
-    order = Order(samples=10, global_batch=4, seed=3)
-    ids = np.concatenate([order.step(step) for step in range(5)])
-    first, second = ids[:10], ids[10:20]
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first.tolist() != second.tolist()
-    assert first[:4].tolist() != Order(samples=10, global_batch=4, seed=4).step(0).tolist()
+def test_padded_batches_are_as_wide_as_the_longest_of_the_global_batch() -> None:
+    samples = padded([np.arange(n) for n in (3, 60, 100, 500)], seq_len=256)
+    ids = np.array([0, 1, 2, 0])
+    shapes = {m.shape for r in (0, 1) for m in micro_batches(samples, ids, replica=r, replicas=2, micro_batch=1)}
+    assert shapes == {torch.Size([1, 128])}
+    assert samples.width(np.array([0, 3])) == 256
+
+
+def test_pairs_and_classes() -> None:
+    sources, targets = from_lists([np.array([5, 6, 7]), np.array([8])]), from_lists([np.array([9]), np.array([3, 4])])
+    pairs = Labelled(Documents(sources.tokens, sources.bounds, targets=targets), seq_len=3, pad=0, start=2)
+    batch = pairs.batch(np.array([0, 1]))
+    assert batch.labels.tolist() == [[9, IGNORE, IGNORE], [3, 4, IGNORE]]
+    assert batch.inputs()["decoder_input_ids"].tolist() == [[2, 9, 0], [2, 3, 4]]
+    assert batch.inputs()["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    classes = Labelled(Documents(sources.tokens, sources.bounds, labels=np.array([1, 0])), seq_len=3, pad=0)
+    assert classes.batch(np.array([1, 0])).labels.tolist() == [0, 1]
+    assert "use_cache" not in classes.batch(np.array([0])).inputs()
+
+
+def test_mixtures_put_rows_back_in_their_places() -> None:
+    parts = [Synthetic(vocab=50, seq_len=4, count=3), Synthetic(vocab=9, seq_len=4, count=5)]
+    batch = Mixed(parts, (1.0, 1.0)).batch(np.array([4, 0, 7, 2]))
+    expected = [parts[1].batch(np.array([1])), parts[0].batch(np.array([0])), parts[1].batch(np.array([4]))]
+    for row, one in enumerate(expected):
+        assert torch.equal(batch.labels[row], one.labels[0])
 
 
 @pytest.mark.parametrize(("replicas", "micro_batch"), [(1, 8), (2, 2), (4, 1), (8, 1)])
@@ -51,15 +79,21 @@ def test_shares_are_disjoint_and_make_the_global_batch(replicas: int, micro_batc
     ids = Order(samples=len(samples), global_batch=8, seed=0).step(5)
     sizes = {"replicas": replicas, "micro_batch": micro_batch}
     batches = [micro_batches(samples, ids, replica=replica, **sizes) for replica in range(replicas)]
-    shares = [torch.cat([micro.input_ids for micro in share]) for share in batches]
-    assert torch.equal(torch.cat(shares), samples.batch(ids).input_ids)
+    shares = [torch.cat([micro.inputs()["input_ids"] for micro in share]) for share in batches]
+    assert torch.equal(torch.cat(shares), samples.batch(ids).inputs()["input_ids"])
     assert {len(share) for share in shares} == {8 // replicas}
+
+
+def test_what_is_past_the_end_does_not_count() -> None:
+    samples = Synthetic(vocab=100, seq_len=4)
+    ids = np.array([3, 9, PAST_END, PAST_END])
+    found = [list(micro_batches(samples, ids, replica=r, replicas=2, micro_batch=1)) for r in (0, 1)]
+    assert [[micro.counted for micro in share] for share in found] == [[4, 4], [0, 0]]
 
 
 def test_bytes_round_trip() -> None:
     tokenizer = Bytes()
-    ids = tokenizer.encode("Grüße 🙂")
-    assert ids[-1] == tokenizer.end
+    (ids,) = tokenizer.encode(["Grüße 🙂"])
     assert tokenizer.decode(ids.tolist()) == "Grüße 🙂"
 
 
@@ -82,14 +116,24 @@ def test_every_file_format(suffix: str, tmp_path: Path) -> None:
     else:
         path.write_text("first document")
         texts = ["first document"]
-    assert list(read_documents(Data(path=str(path)))) == texts
+    assert texts_of(path, tmp_path) == texts
 
 
 def test_directories_and_globs_are_sorted(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "ignored.bin"):
         (tmp_path / name).write_text(name)
-    assert list(read_documents(Data(path=str(tmp_path)))) == ["a.txt", "b.txt"]
-    assert list(read_documents(Data(path=str(tmp_path / "b*")))) == ["b.txt"]
+    assert texts_of(tmp_path, tmp_path) == ["a.txt", "b.txt"]
+    assert texts_of(tmp_path / "b*", tmp_path) == ["b.txt"]
+
+
+def test_tables_and_texts_of_one_directory_are_joined(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "row", "more": 1}\n')
+    (tmp_path / "b.txt").write_text("file")
+    assert texts_of(tmp_path, tmp_path) == ["row", "file"]
+
+
+def texts_of(path: Path, work: Path) -> list[str]:
+    return list(read_rows(Data(path=str(path)), str(path), work / "work")["text"])
 
 
 def test_the_standard_library_is_there() -> None:
@@ -113,25 +157,6 @@ def test_paths_without_data(tmp_path: Path, name: str, content: str | None, word
         (tmp_path / name).write_text(content)
     with pytest.raises(BadInput, match=words):
         data_files(str(tmp_path / name))
-
-
-def test_faults_inside_files(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"body": "x"}\n')
-    with pytest.raises(BadInput, match="no column 'text'; it has body"):
-        list(read_documents(Data(path=str(path))))
-    path.write_text('{"text": "x"}\n{"text": broken}\n')
-    with pytest.raises(BadInput, match="can't be read as json"):
-        list(read_documents(Data(path=str(path))))
-
-
-def test_too_little_text_and_too_large_a_vocabulary(tmp_path: Path) -> None:
-    path = tmp_path / "data.txt"
-    path.write_text("short")
-    with pytest.raises(BadInput, match="6 tokens in 1 documents; one sequence needs 33"):
-        load_samples(Data(path=str(path), seq_len=32), Bytes(), vocab=300)
-    with pytest.raises(BadInput, match="258 tokens; the model's embedding has 100 rows"):
-        load_samples(Data(path=str(path), seq_len=4), Bytes(), vocab=100)
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:

@@ -42,13 +42,6 @@ def test_replicas_of_a_pipeline_in_bf16() -> None:
     assert_same(run(section, ONE), run(section, plan), loss=2e-2, norm=1e-1)
 
 
-def test_dropout_is_reproducible() -> None:
-    section = model("gpt2", dropout=0.2)
-    first, second = run(section, TWO), run(section, TWO)
-    assert first == second
-    assert first != run(model("gpt2"), TWO)
-
-
 def test_a_rank_holds_its_own_layers_only() -> None:
     section = tiny_model("llama")
     split = analyse(skeleton(section), (0, 3, 4))

@@ -31,11 +31,6 @@ def test_replicas_of_four_ranks_a_sequence_with_a_window() -> None:
     assert_same(run(section, ONE), run(section, plan))
 
 
-def test_dropout_is_reproducible() -> None:
-    section = model("llama", dropout=0.2)
-    assert run(section, TWO) == run(section, TWO)
-
-
 def test_attention_of_its_own_is_refused() -> None:
     failure = first_failure(call_on_ranks(train_as_rank, model("bloom"), TWO, ADAM, "full", nproc=2))
     assert failure is not None

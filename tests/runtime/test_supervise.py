@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.suicidal import kill_point, poison, suicidal
+from tests.runtime.suicidal import kill_point, poison, poison_stage, scale_losses, suicidal
 from tests.runtime.supervised import Disturb, Outcome, assert_whole_and_recent, at_step, send, supervised
 from toolkit import checkpoint_store as store
 from toolkit import heartbeat
@@ -78,6 +78,20 @@ def test_a_stopped_rank_is_named_with_the_collective(watched: Watched) -> None:
         assert "most recent call first" in done.run.log(rank).read_text()
 
 
+def stop_in_the_first_step(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    if env["RANK"] == "1":
+        scale_losses(lambda count: os.kill(os.getpid(), signal.SIGSTOP) or 1.0)
+    enter_worker(argv, env)
+
+
+def test_a_rank_stopped_in_the_first_step_is_named_in_time(watched: Watched) -> None:
+    """The first step may take long, but a process that lives beats all the while."""
+    done = watched(None, *LONG, "train.hang_timeout_seconds=6", enter=stop_in_the_first_step)
+    assert done.code == 4
+    assert "rank 1 on" in done.message
+    assert "is stopped at step 0" in done.message
+
+
 def sleep_on_rank_0(argv: tuple[str, ...], env: dict[str, str]) -> None:
     from toolkit.runtime import keeper
 
@@ -100,10 +114,14 @@ def test_a_rank_that_never_comes_back_is_named(watched: Watched) -> None:
     assert "rank 1 on" not in done.message
 
 
-def test_a_bare_worker_ends_a_hang_by_itself(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first_step", [False, True])
+def test_a_bare_worker_ends_a_hang_by_itself(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, first_step: bool
+) -> None:
     """Without our supervisor: the ranks that wait dump their stacks, say who is silent, and exit."""
-    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(8) or "")
-    done = watched(send(1, signal.SIGSTOP, step=2), *LONG, "train.hang_timeout_seconds=4")
+    monkeypatch.setattr("toolkit.runtime.supervise._hang", lambda *_: time.sleep(14) or "")
+    disturb, enter = (None, stop_in_the_first_step) if first_step else (send(1, signal.SIGSTOP, step=2), None)
+    done = watched(disturb, *LONG, "train.hang_timeout_seconds=4", enter=enter)
     assert heartbeat.read_all(done.run.heartbeats)[0].exit_code == 4
     assert "nothing was done for" in heartbeat.read_all(done.run.heartbeats)[0].error
 
@@ -140,6 +158,20 @@ def test_no_update_is_made_of_what_is_no_number(watched: Watched, stage: int, pr
     log = done.run.log(0).read_text()
     assert "at step 3, from rank 1 (samples" in log
     assert "no update was made" in log
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_stage_that_makes_no_numbers_is_named(watched: Watched, culprit: int, way: str) -> None:
+    """The others get what it made, and are not at fault."""
+    axes = ("strategy.name=pipeline", "strategy.pp=2", "strategy.micro_batch=4")
+    env = {"CULPRIT": f"{culprit}:{way}"}
+    done = watched(None, *axes, "train.steps=9", "checkpoint.every=1", enter=poison_stage, env=env)
+    assert done.code == 5
+    assert store.steps(done.run.checkpoints)[0] == 2, "the state before the bad step"
+    log = done.run.log(0).read_text()
+    assert f"at step 3, from rank {culprit} (samples" in log
+    assert f"rank {1 - culprit} (" not in log
 
 
 def test_twenty_kills_lose_nothing(watched: Watched) -> None:

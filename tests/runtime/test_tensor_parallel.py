@@ -46,11 +46,6 @@ def test_masks_positions_and_recompute(data: str) -> None:
     assert_same(run(section, ONE, data=data), run(section, replace(TWO, recompute="full"), data=data))
 
 
-def test_dropout_is_reproducible() -> None:
-    section = model("gpt2", dropout=0.2)
-    assert run(section, TWO) == run(section, TWO)
-
-
 def test_each_rank_holds_its_shard_only() -> None:
     whole = sum(parameter.numel() for parameter in skeleton(tiny_model("llama")).parameters())
     held = []

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from toolkit import launch
+from tests.conftest import Trainer
+from tests.toolkit import kubernetes_schema
+from toolkit import heartbeat, launch
 from toolkit.cli import main
 from toolkit.emit import TARGETS, fixed_recipe
 from toolkit.recipe_file import load_recipe, make_recipe
@@ -24,6 +29,12 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_mapping))
     return path
+
+
+def script_environment() -> dict[str, str]:
+    """Where `deepspeed`, `torchrun` and this toolkit are found."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return launch.environment() | {"PATH": path, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.mark.parametrize(
@@ -55,41 +66,110 @@ def test_files_of_the_contract(recipe: Path, tmp_path: Path, target: str) -> Non
     )
 
 
-@pytest.mark.parametrize("target", ["deepspeed", "torchrun", "accelerate"])
-def test_emitted_scripts_train(recipe: Path, tmp_path: Path, target: str) -> None:
-    out = tmp_path / target
-    assert main(["emit", str(recipe), "train.steps=1", "--nproc", "2", "--for", target, "--out", str(out)]) == 0
-    env = launch.environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+def test_the_emitted_script_trains(recipe: Path, tmp_path: Path) -> None:
+    """Those for torchrun and accelerate are run by the commands of docs/launching.md."""
+    out = tmp_path / "deepspeed"
+    assert main(["emit", str(recipe), "train.steps=1", "--nproc", "2", "--for", "deepspeed", "--out", str(out)]) == 0
+    env = script_environment()
     done = subprocess.run([str(out / "launch.sh")], capture_output=True, text=True, env=env, cwd="/", timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     (summary,) = out.glob("runs/tiny-*/summary.json")
     assert json.loads(summary.read_text())["status"] == "done"
 
 
+CLUSTERS = {
+    "one node": "cluster={device: H100-SXM5-80GB, nodes: 1, devices_per_node: 8}",
+    "four nodes": "cluster={device: H100-SXM5-80GB, nodes: 4, devices_per_node: 8}",
+    "CPU": "cluster={device: cpu, nodes: 2, devices_per_node: 16}",
+}
+
+
+def manifest(recipe: Path, out: Path, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    assert main(["emit", str(recipe), "train.global_batch=32", *more, "--for", "k8s", "--out", str(out)]) == 0
+    config, job = yaml.safe_load_all((out / "job.yaml").read_text())
+    return config, job
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+def test_kubernetes_manifests_keep_to_the_schema(recipe: Path, tmp_path: Path, cluster: str) -> None:
+    config, job = manifest(recipe, tmp_path / "k", cluster, f"name={'Long_' * 12}x")
+    assert kubernetes_schema.faults(config, "V1ConfigMap") == []
+    assert kubernetes_schema.faults(job, "KubeflowOrgV1PyTorchJob") == []
+    for document in (config, job):
+        assert kubernetes_schema.LABEL.fullmatch(document["metadata"]["name"])
+    for role in job["spec"]["pytorchReplicaSpecs"].values():
+        (container,) = role["template"]["spec"]["containers"]
+        for amount in (*container["resources"]["limits"].values(), *container["resources"]["requests"].values()):
+            assert kubernetes_schema.QUANTITY.fullmatch(amount)
+        volumes = {volume["name"] for volume in role["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+def test_the_schema_finds_faults(recipe: Path, tmp_path: Path) -> None:
+    _, job = manifest(recipe, tmp_path / "k", CLUSTERS["CPU"])
+    role = job["spec"]["pytorchReplicaSpecs"]["Master"]
+    role["template"]["spec"]["containers"][0]["volumeMount"] = []
+    role["replicas"] = "1"
+    del role["template"]["spec"]["volumes"][0]["name"]
+    assert len(kubernetes_schema.faults(job, "KubeflowOrgV1PyTorchJob")) == 3
+
+
 def test_kubernetes_manifest(recipe: Path, tmp_path: Path) -> None:
-    cluster = "cluster={device: H100-SXM5-80GB, nodes: 4, devices_per_node: 8}"
-    argv = [
-        "emit",
-        str(recipe),
-        cluster,
-        "train.global_batch=32",
-        "name=My_Run",
-        "--for",
-        "k8s",
-        "--out",
-        str(tmp_path / "k"),
-    ]
-    assert main(argv) == 0
-    config, job = yaml.safe_load_all((tmp_path / "k" / "job.yaml").read_text())
+    config, job = manifest(recipe, tmp_path / "k", CLUSTERS["four nodes"], "name=My_Run", "--image", "host/team/x:1.2")
     assert config["metadata"]["name"] == "my-run-recipe"
+    (tmp_path / "again.yaml").write_text(config["data"]["recipe.yaml"])
+    assert load_recipe(tmp_path / "again.yaml").name == "My_Run"
     roles = job["spec"]["pytorchReplicaSpecs"]
     assert (roles["Master"]["replicas"], roles["Worker"]["replicas"]) == (1, 3)
     pod = roles["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["name"] == "pytorch", "the operator looks for this name"
+    assert container["image"] == "host/team/x:1.2"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert container["command"][-1].startswith("runs/My_Run-"), "a pod that is started again goes on there"
+    assert any(volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"])
     assert all("value" not in variable for variable in container["env"]), "secrets by reference"
+
+
+@pytest.mark.parametrize(
+    ("target", "image"), [("slurm", "x:1"), ("k8s", "-x"), ("k8s", "x; rm"), ("k8s", "$(x)"), ("k8s", "x\n- y")]
+)
+def test_images_are_checked(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, image: str
+) -> None:
+    argv = ["emit", str(recipe), "--nproc", "2", "--for", target, "--image", image, "--out", str(tmp_path / "out")]
+    with contextlib.suppress(SystemExit):
+        assert main(argv) == 2
+    assert "--image" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_starts_failed_workers_again(recipe: Path, tmp_path: Path, train: Trainer) -> None:
+    overrides = ["train.steps=40", "checkpoint.every=10", "strategy.name=zero", "strategy.zero_stage=1"]
+    out = tmp_path / "out"
+    assert main(["emit", str(recipe), *overrides, "--nproc", "2", "--for", "torchrun", "--out", str(out)]) == 0
+    env = script_environment() | {"RUN_DIR": "run"}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([str(out / "launch.sh")], env=env, cwd="/", stdout=file, stderr=file)
+    victim = at_step(out / "run", 12)
+    os.kill(victim, signal.SIGKILL)
+    assert process.wait(300) == 0, log.read_text()
+    records = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 41))
+    assert [record["loss"] for record in records] == train(*overrides).losses
+    assert heartbeat.read_all(out / "run" / "heartbeats")[1].pid != victim
+
+
+def at_step(run: Path, step: int) -> int:
+    """Process id of rank 1 once it has done so many steps."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        beats = heartbeat.read_all(run / "heartbeats")
+        if 1 in beats and beats[1].step >= step:
+            return beats[1].pid
+        time.sleep(0.05)
+    raise AssertionError("the run never got there")
 
 
 def test_slurm_tasks_take_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:

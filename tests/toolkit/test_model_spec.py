@@ -22,6 +22,8 @@ from toolkit.architectures import ARCHITECTURES
 from toolkit.architectures.defaults import KEYS, defaults
 from toolkit.errors import BadInput
 from toolkit.model_spec import ModelSpec, load_model_config, read_model_config
+from toolkit.recipe import Model, Task
+from toolkit.task_spec import task_spec
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -132,7 +134,21 @@ def test_generated_defaults_are_current() -> None:
 
 
 def test_every_model_file_has_a_count_to_meet() -> None:
-    assert {file.stem for file in MODELS.glob("*.json")} == set(PUBLISHED) | set(WORKED)
+    assert {file.stem for file in MODELS.glob("*.json")} == set(PUBLISHED) | set(WORKED) | set(HEADED)
+
+
+HEADED: dict[str, tuple[Task, int, int]] = {
+    "bert-base": ("classification", 2, 109_483_778),
+    "vit-base": ("image-classification", 1000, 86_567_656),
+}
+"""Models of other tasks: task, classes, published count."""
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_known_count_with_the_head_of_a_task(name: str) -> None:
+    task, classes, count = HEADED[name]
+    config = load_model_config(name, models_dir=MODELS)
+    assert task_spec(config, Model(path=name, task=task, num_labels=classes)).params == count
 
 
 @pytest.mark.parametrize(("name", "count"), sorted((PUBLISHED | WORKED).items()))

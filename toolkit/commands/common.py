@@ -12,22 +12,32 @@ from toolkit.advice import bottleneck
 from toolkit.plan import Refusal
 from toolkit.planner import Decision, Option
 from toolkit.recipe import Recipe
-from toolkit.recipe_file import load_recipe
+from toolkit.recipe_file import as_mapping, load_recipe, make_recipe
 from toolkit.resources import find_recipe
+from toolkit.tiny_recipe import tiny_twin
 
 GIB = 2**30
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """RECIPE, overrides and --nproc."""
+def add_recipe_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
+    """RECIPE, overrides, --tiny and --nproc."""
     parser.add_argument("recipe", help="recipe file")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny twin: small model, few steps, processes of this machine"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change, parsed as YAML")
-    parser.add_argument("--nproc", type=positive, metavar="N", help="processes; default: every device of the cluster")
+    if nproc:
+        parser.add_argument(
+            "--nproc", type=positive, metavar="N", help="processes; default: every device of the cluster"
+        )
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
     """The recipe that the arguments name."""
-    return load_recipe(find_recipe(args.recipe), args.overrides)
+    path = find_recipe(args.recipe)
+    if not args.tiny:
+        return load_recipe(path, args.overrides)
+    return make_recipe(as_mapping(tiny_twin(load_recipe(path))), args.overrides, source=str(path))
 
 
 def positive(text: str) -> int:
@@ -36,6 +46,9 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} given; at least 1 is required")
     return number
+
+
+NOT_SYNCHRONOUS = "the result of local_sgd is not that of synchronous training: islands drift apart between exchanges"
 
 
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
@@ -49,6 +62,8 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
         console.print(table)
     for place, option in enumerate(decision.ranked[:top], 1):
         console.print(f"{place}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
+    if decision.chosen is not None and decision.chosen.plan.islands > 1:
+        console.print(f"[yellow]note[/] {NOT_SYNCHRONOUS}", highlight=False)
     for refusal in shown_refusals(decision):
         what = refusal.plan.describe() if refusal.plan else refusal.strategy
         console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)

@@ -11,7 +11,7 @@ from rich.console import Console
 from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
 from toolkit.plan_page import render
 from toolkit.recipe_file import dump_recipe
-from toolkit.resolve import resolve
+from toolkit.resolve import apart, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,9 +28,13 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
     if args.html:
         args.html.write_text(render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)), encoding="utf-8")
+    note = apart(resolved)
     if args.json:
-        print(json.dumps(resolved.decision.to_json(), indent=1))
+        print(json.dumps({**resolved.decision.to_json(), "notes": [note] if note else []}, indent=1))
     else:
-        show_decision(resolved.decision, Console(), args.top)
+        console = Console()
+        show_decision(resolved.decision, console, args.top)
+        if note:
+            console.print(f"[yellow]note[/] {note}", highlight=False)
     _ = resolved.chosen
     return 0

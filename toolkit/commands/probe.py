@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from toolkit import launch
 from toolkit.errors import BadInput
 from toolkit.hardware_names import find_device, nearest_names
 from toolkit.probe_file import cluster_yaml
@@ -17,25 +18,40 @@ from toolkit.probe_file import cluster_yaml
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("--nproc", type=int, metavar="N", help="processes; default: every device, or 2 on a CPU")
+    parser.add_argument(
+        "--seconds", type=float, default=0.3, metavar="S", help="time for each of some 30 measurements (default 0.3)"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the cluster file; default: print it")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, then write or print."""
-    from toolkit.runtime.probe import Measured, measure
+    from toolkit.runtime.probe import Measured, measure, measure_job
     from toolkit.runtime.topology import describe, device_count
 
     if args.nproc is not None and args.nproc < 1:
         raise BadInput("--nproc", f"{args.nproc} given; at least 1 is required")
-    console = Console(stderr=True)
+    if not args.seconds > 0:
+        raise BadInput("--seconds", f"{args.seconds:g} given; more than 0 is required")
+    job = launch.job_place()
+    console = Console(stderr=True, quiet=job is not None and job.rank > 0)
+    if job is not None and args.nproc is not None:
+        raise BadInput("--nproc", "the launcher has started the processes of this job; leave it out")
     for line in describe():
         console.print(line, highlight=False)
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console) as bar:
         task = bar.add_task("starting", total=None)
-        found: Measured = measure(
-            args.nproc or device_count() or 2,
-            lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        found: Measured = (
+            measure(args.nproc or device_count() or 2, show, args.seconds)
+            if job is None
+            else measure_job(job.rank, job.world, job.per_node, show, args.seconds)
         )
+    if job is not None and job.rank > 0:
+        return 0
     if found.backend != "cpu" and find_device(found.device) is None:
         near = ", ".join(nearest_names(found.device))
         console.print(f"{found.device!r} is not a known kind: put the nearest into the file's `device`: {near}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from toolkit import launch
 from toolkit.commands.common import positive, show_decision
+from toolkit.commands.hosts import add_host_arguments, on_hosts, read_hosts
 from toolkit.commands.session import add_restart_argument, start
 from toolkit.errors import BadInput
 from toolkit.preflight import check
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
     )
+    add_host_arguments(parser)
     add_restart_argument(parser)
 
 
@@ -37,12 +40,17 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     recipe = load_recipe(directory.recipe, ["checkpoint.resume=auto", *args.overrides])
     recipe = check(recipe, launch.environment(), console.print)
+    hosts = read_hosts(args)
+    if hosts:
+        recipe = on_hosts(replace(recipe, cluster="auto"), hosts)
     if recipe.checkpoint.resume != "auto":
         raise BadInput("checkpoint.resume", f"{recipe.checkpoint.resume!r} given; `toolkit resume` goes on by `auto`")
-    resolved = resolve(recipe, args.nproc or _devices(directory))
+    resolved = resolve(recipe, None if hosts else args.nproc or _devices(directory))
     _ = resolved.chosen
     show_decision(resolved.decision, console, top=1)
-    return start(resolved, args.run_dir, args.launcher, console, max_restarts=args.max_restarts, go_on=True)
+    return start(
+        resolved, args.run_dir, args.launcher, console, max_restarts=args.max_restarts, go_on=True, hosts=hosts
+    )
 
 
 def _devices(directory: RunDir) -> int | None:

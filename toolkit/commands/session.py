@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 
 from toolkit import checkpoint_store as store
 from toolkit import launch
-from toolkit.cluster_reader import check_here
+from toolkit.cluster_reader import of_nodes
 from toolkit.commands import out_of_memory
 from toolkit.commands.doctor import show as show_findings
+from toolkit.commands.hosts import launch_run
 from toolkit.doctor import QUICK, Site, examine
-from toolkit.errors import BadInput, NoPlanFits, OutOfMemory, RankFailed
+from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, RankFailed
+from toolkit.hostfile import Host, even_slots
 from toolkit.resolve import Resolved, resolve
 from toolkit.run_dir import RunDir
 
@@ -32,30 +35,35 @@ def add_restart_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def start(
-    resolved: Resolved, path: Path, launcher: str, console: Console, *, max_restarts: int = 0, go_on: bool = False
+    resolved: Resolved,
+    path: Path,
+    launcher: str,
+    console: Console,
+    *,
+    max_restarts: int = 0,
+    go_on: bool = False,
+    hosts: Sequence[Host] = (),
 ) -> int:
-    """Write the run directory, launch, watch; the exit code of the contract."""
-    check_here(resolved.job.cluster)
+    """Write the run directory, launch, watch; the exit code of the contract. Without hosts: on this one."""
     _examine(path, console)
     left, failed, seen = max_restarts, False, newest(path)
     while True:
         nproc = resolved.chosen.plan.devices
-        run = resolved.write(path, go_on=go_on)
-        go_on = True
-        _write_accelerate(run, resolved, nproc)
-        console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
         try:
-            return _launch(resolved, run, launcher, nproc)
+            return launch_run(resolved, path, launcher, hosts, console, go_on=go_on)
         except OutOfMemory as error:
-            resolved = _leaner_or_stop(resolved, run, error, console)
+            resolved = _leaner_or_stop(resolved, RunDir(path), error, console)
         except RankFailed as error:
             if not left:
                 raise
             left -= 1
             console.print(str(error), highlight=False, markup=False)
-            if failed and newest(path) == seen:
+            if isinstance(error, HostLost):
+                resolved, hosts = _without(resolved, hosts, error)
+            elif failed and newest(path) == seen and not hosts:
                 resolved = _smaller(resolved, nproc)
             failed, seen = True, newest(path)
+        go_on = True
         console.print(
             f"starting again from {'the beginning' if newest(path) is None else f'step {newest(path)}'} with "
             f"{resolved.chosen.plan.devices} processes; restarts left: {left}",
@@ -84,13 +92,6 @@ def newest(path: Path) -> int | None:
     return next(iter(store.steps(RunDir(path).checkpoints)), None)
 
 
-def _launch(resolved: Resolved, run: RunDir, launcher: str, nproc: int) -> int:
-    from toolkit.runtime.supervise import run_all
-
-    commands = launch.commands(launcher, run.path, nproc, resolved.job.cluster.device.backend)
-    return run_all(commands, run, resolved.recipe.train.hang_timeout_seconds)
-
-
 def _smaller(resolved: Resolved, nproc: int) -> Resolved:
     """The largest world below `nproc` that the recipe has a plan for; the same if there is none."""
     for fewer in range(nproc - 1, 0, -1):
@@ -103,6 +104,13 @@ def _smaller(resolved: Resolved, nproc: int) -> Resolved:
     return resolved
 
 
-def _write_accelerate(run: RunDir, resolved: Resolved, nproc: int) -> None:
-    config = launch.accelerate_config(run.deepspeed, nproc, resolved.job.cluster.device.backend)
-    (run.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+def _without(resolved: Resolved, hosts: Sequence[Host], error: HostLost) -> tuple[Resolved, tuple[Host, ...]]:
+    """A plan for the hosts that are left; the error if there is none."""
+    left = tuple(host for host in hosts if host.name not in error.hosts)
+    try:
+        recipe = replace(resolved.recipe, cluster=of_nodes("auto", len(left), even_slots(left)))
+        candidate = resolve(recipe)
+        _ = candidate.chosen
+    except (BadInput, NoPlanFits):
+        raise error from None
+    return candidate, left

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from toolkit import launch
 from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
+from toolkit.commands.hosts import add_host_arguments, on_hosts, planned_commands, read_hosts
 from toolkit.commands.session import add_restart_argument, start
 from toolkit.preflight import check, prove
 from toolkit.recipe_file import dump_recipe
@@ -24,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: OUTPUT/NAME-TIME")
+    add_host_arguments(parser)
     add_restart_argument(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="show recipe, plan, DeepSpeed config and command; start nothing"
@@ -31,9 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train a recipe on this host."""
+    """Train a recipe on this host, or on those of a hostfile."""
     console, env = Console(), launch.environment()
-    recipe = check(read_recipe(args), env, console.print)
+    hosts = read_hosts(args)
+    recipe = on_hosts(check(read_recipe(args), env, console.print), hosts)
     resolved = resolve(recipe, args.nproc)
     if not args.dry_run:
         resolved = proven(
@@ -45,20 +49,22 @@ def run(args: argparse.Namespace) -> int:
     path = args.run_dir or new_run_path(recipe.output, recipe.name)
     nproc = chosen.plan.devices
     if args.dry_run:
-        return _dry_run(resolved, path, nproc, args.launcher, console)
+        commands = planned_commands(args.launcher, path, nproc, resolved.job.cluster.device.backend, hosts)
+        return _dry_run(resolved, commands, console)
     show_decision(resolved.decision, console, top=3)
-    return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts)
+    return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts, hosts=hosts)
 
 
-def _dry_run(resolved: Resolved, path: Path, nproc: int, launcher: str, console: Console) -> int:
+def _dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launch.Command]], console: Console) -> int:
     console.rule("recipe")
     console.print(dump_recipe(resolved.recipe), markup=False, highlight=False)
     console.rule("plan")
     show_decision(resolved.decision, console, top=3)
     console.rule("deepspeed.json")
     console.print(json.dumps(resolved.deepspeed, indent=2), markup=False, highlight=False)
-    console.rule("command")
-    for command in launch.commands(launcher, path, nproc, resolved.job.cluster.device.backend):
-        settings = " ".join(f"{key}={value}" for key, value in command.env.items())
-        console.print(f"{settings} {' '.join(command.argv)}", markup=False, highlight=False, soft_wrap=True)
+    for place, started in commands.items():
+        console.rule(f"command on {place}")
+        for command in started:
+            settings = " ".join(f"{key}={value}" for key, value in command.env.items())
+            console.print(f"{settings} {' '.join(command.argv)}", markup=False, highlight=False, soft_wrap=True)
     return 0

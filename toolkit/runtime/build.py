@@ -8,17 +8,20 @@ from typing import Any
 import torch
 
 from toolkit.plan import Plan
-from toolkit.recipe import Model, Train
+from toolkit.recipe import Model, Outer, Train
 from toolkit.runtime.distributed import World
 from toolkit.runtime.engine import Engine, ReplicaEngine
+from toolkit.runtime.local_sgd import IslandEngine
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.model import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
+from toolkit.runtime.noise_meter import NoiseMeter
 from toolkit.runtime.pipeline_engine import PipelineRun
 from toolkit.runtime.pipeline_split import analyse, find_layers
 from toolkit.runtime.pipeline_stage import Stage
 from toolkit.runtime.sequence_parallel import SequenceGroup, SequenceShare
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_parallel import ReplicaCheck, shard, sum_partial_gradients
+from toolkit.runtime.vocabulary import follows_head
 from toolkit.schedule import Schedule
 from toolkit.stages import even_bounds
 
@@ -34,6 +37,8 @@ class Site:
     plan: Plan
     deepspeed: dict[str, Any]
     schedule: Schedule
+    noise: bool = False
+    """Whether the gradient noise scale is measured."""
 
 
 def build_engine(site: Site, world: World) -> Engine:
@@ -41,6 +46,8 @@ def build_engine(site: Site, world: World) -> Engine:
     mesh = Mesh(site.plan, world.rank, world.size)
     if site.plan.pp > 1:
         return _pipeline(site, mesh)
+    if site.plan.tensor_by == "autotp":
+        return _autotp(site, mesh)
     if site.plan.tp > 1:
         return _tensor(site, mesh)
     return _replica(site, mesh)
@@ -51,8 +58,13 @@ def _replica(site: Site, mesh: Mesh) -> Engine:
     check_same_weights(model)
     if site.plan.recompute == "full":
         recompute_layers(model)
+    if site.plan.islands > 1:
+        unit = TensorUnit(mesh)
+        inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit)
+        return IslandEngine(inner, mesh, site.train.outer or Outer(), site.schedule.steps)
     if site.plan.sp == 1:
-        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
+        noise = NoiseMeter(model.parameters(), mesh) if site.noise else None
+        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, noise=noise)
     share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, site.plan.sp))
     share.install(model)
     return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, take=share.take)
@@ -61,7 +73,7 @@ def _replica(site: Site, mesh: Mesh) -> Engine:
 def _tensor(site: Site, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
     model = skeleton(site.model)
-    shard(model, group)
+    loss = shard(model, group, sliced_logits=follows_head(site.model))
     fill(model, open_weights(site.model, site.train.seed))
     sum_partial_gradients(model, group)
     if site.plan.recompute == "full":
@@ -69,7 +81,17 @@ def _tensor(site: Site, mesh: Mesh) -> Engine:
     seed_rank(site.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
     unit = TensorUnit(mesh)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit, check.finish)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit, check.finish, loss=loss)
+
+
+def _autotp(site: Site, mesh: Mesh) -> Engine:
+    """DeepSpeed cuts the whole model when it makes the engine, and makes the groups itself."""
+    model = build_model(site.model, site.train.seed)
+    check_same_weights(model)
+    if site.plan.recompute == "full":
+        recompute_layers(model)
+    seed_rank(site.train.seed, mesh)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
 
 
 def _pipeline(site: Site, mesh: Mesh) -> Engine:
@@ -78,9 +100,11 @@ def _pipeline(site: Site, mesh: Mesh) -> Engine:
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
     split = analyse(skeleton(site.model), tuple(bounds))
     group = tensor_group(mesh) if plan.tp > 1 else None
+    loss = None
     if group:
-        shard(model, group, lambda name: mesh.pipe in split.owners[name])
-    stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision])
+        owned = lambda name: mesh.pipe in split.owners[name]  # noqa: E731
+        loss = shard(model, group, owned, sliced_logits=follows_head(site.model))
+    stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
     stage.parameters_by_name = fill(model, open_weights(site.model, seed), stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)

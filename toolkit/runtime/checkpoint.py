@@ -7,22 +7,26 @@ import importlib.metadata
 import platform
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from toolkit import checkpoint_store as store
 from toolkit.checkpoint_format import FORMAT, MANIFEST, canonical_json, step_of
-from toolkit.errors import BadInput, Problem
+from toolkit.compat import unkeepable
+from toolkit.errors import BadInput, CheckpointFailed, Problem
 from toolkit.plan import Plan
 from toolkit.recipe import Checkpoint, Recipe
 from toolkit.recipe_file import dump_recipe
 from toolkit.runtime import checkpoint_reader, checkpoint_writer
 from toolkit.runtime.checkpoint_reader import Reader
-from toolkit.runtime.data import Order
 from toolkit.runtime.distributed import World, broadcast_object
-from toolkit.runtime.fragments import Stateful, share
+from toolkit.runtime.fragments import BUFFER, Fragment, Stateful, share
+from toolkit.runtime.order import Order
 
 PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "numpy", "peft")
 Say = Callable[[str], object]
@@ -41,31 +45,41 @@ class Saver:
     group: Any = None
     """Host group for the commit; of its own, because an asynchronous save talks while the run trains."""
     last_step: int = 0
-    """Newest step that is saved."""
+    """Newest step that is saved, or about to be."""
     tick: Callable[[], object] = bool
     """Called while bytes go to the disk: a large save is no hang."""
     stalls: list[float] = field(default_factory=list)
     """Seconds for which each save held the training up."""
 
     def __post_init__(self) -> None:
+        self.written_step = self.last_step
+        """Newest step whose checkpoint is whole."""
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         self._snapshots = checkpoint_writer.Snapshots()
+        self._copied = threading.Event()
+        self._copied.set()
+        if self.recipe.checkpoint.asynchronous:
+            register_optimizer_step_pre_hook(lambda *_: self._hold_update())
 
     def save(self, step: int) -> None:
-        """Save; under `asynchronous`, return as soon as the state is copied."""
+        """Save; under `asynchronous`, return at once: the next update waits until the state is copied."""
         if step == self.last_step:
             return
+        if why := unkeepable(self.plan):
+            raise CheckpointFailed(f"the state of step {step} is not saved: {why}")
         started = time.perf_counter()
         self.wait()
-        found = checkpoint_writer.parts(share(self.state.fragments()), self.world.rank)
         documents = self._documents(step)
         if self.recipe.checkpoint.asynchronous:
-            found = self._snapshots.take(found)
-            self._writing = threading.Thread(target=self._write_behind, args=(step, found, documents), daemon=True)
+            found = checkpoint_writer.parts(share(_steady(self.state.fragments())), self.world.rank)
+            self._copied.clear()
+            device = get_accelerator().current_device()
+            arguments = (step, found, documents, device)
+            self._writing = threading.Thread(target=self._write_behind, args=arguments, daemon=True)
             self._writing.start()
         else:
-            self._write(step, found, documents)
+            self._write(step, checkpoint_writer.parts(share(self.state.fragments()), self.world.rank), documents)
         self.last_step = step
         self.stalls.append(time.perf_counter() - started)
 
@@ -78,9 +92,23 @@ class Saver:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _write_behind(self, step: int, found: list[checkpoint_writer.Part], documents: dict[str, bytes]) -> None:
+    def _hold_update(self) -> None:
+        """Forward and backward passes leave masters and moments alone; an update must wait for the copy of them."""
+        if not self._copied.is_set():
+            started = time.perf_counter()
+            self._copied.wait()
+            self.stalls[-1] += time.perf_counter() - started
+
+    def _write_behind(
+        self, step: int, found: list[checkpoint_writer.Part], documents: dict[str, bytes], device: int
+    ) -> None:
         try:
-            self._write(step, found, documents)
+            get_accelerator().set_device(device)  # a thread starts on the first one
+            try:
+                copies = self._snapshots.take(found)
+            finally:
+                self._copied.set()
+            self._write(step, copies, documents)
         except Exception as error:  # whatever it is, it belongs to the run's own thread
             self._failure = error
 
@@ -95,6 +123,7 @@ class Saver:
             group=self.group,
             tick=self.tick,
         )
+        self.written_step = step
 
     def _documents(self, step: int) -> dict[str, bytes]:
         """The small files, the same on every rank."""
@@ -115,6 +144,12 @@ class Saver:
             "recipe.yaml": dump_recipe(self.recipe).encode(),
             "plan.json": canonical_json(asdict(self.plan)),
         }
+
+
+def _steady(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
+    """The same, with copies of what a forward pass changes."""
+    for fragment in fragments:
+        yield replace(fragment, tensor=fragment.tensor.clone()) if fragment.kind == BUFFER else fragment
 
 
 def find(section: Checkpoint, own: Path, world: World, say: Say) -> Reader | None:

@@ -9,24 +9,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from toolkit.parts import COMMUNICATION, COMPARED
 from toolkit.runtime.metrics import Record
 
 GIB = 2**30
 MIB = 2**20
+BAR = 8
+"""Characters of the memory bar."""
 
 
 class ConsoleSink:
     """Writes to the stream that the process was started with; everything else a rank prints goes to its log."""
 
-    def __init__(self, stream: IO[str], steps: int, every: int) -> None:
+    def __init__(self, stream: IO[str], steps: int, every: int, memory_limit_bytes: int = 0) -> None:
         self._console = Console(file=stream, width=None if stream.isatty() else 120)
-        self._steps, self._every = steps, every
+        self._steps, self._every, self._limit = steps, every, memory_limit_bytes
+        self._exposed = ""
         self._progress = Progress(
             TextColumn("[bold]train"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[values]}"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
             console=self._console,
             # Whatever else this process prints goes to its log, not between the lines of the bar.
             redirect_stdout=False,
@@ -41,18 +45,32 @@ class ConsoleSink:
 
     def log(self, record: Record) -> None:
         values = f"loss {record.loss:.4f} · {record.tokens_per_second:,.0f} tokens/s · MFU {record.mfu:.1%}"
+        if record.parts:
+            held = sum(record.parts.get(name, 0.0) for name in COMMUNICATION)
+            self._exposed = f" · exposed communication {held / record.wall_seconds:.0%}"
+        values += self._exposed
         if self._live:
+            values += self._memory(record.memory_bytes)
             self._progress.update(self._task, completed=record.step, values=values)
         elif record.step % self._every == 0 or record.step in (1, self._steps):
             self._console.print(
                 f"step {record.step}/{self._steps} · {values} · grad norm {record.grad_norm:.3f}", highlight=False
             )
 
+    def _memory(self, used: int) -> str:
+        """How full the device is, as a bar; without a known limit, the size alone."""
+        if not self._limit:
+            return f" · memory {_size(used)}"
+        filled = min(BAR, round(BAR * used / self._limit))
+        return f" · memory {'█' * filled}{'░' * (BAR - filled)} {_size(used)} of {_size(self._limit)}"
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._live:
             self._progress.stop()
         if summary.get("status") == "done":
             self._console.print(_comparison(summary))
+            if summary.get("explanation"):
+                self._console.print(summary["explanation"], highlight=False, markup=False)
             self._console.print(f"run directory: {summary['run_dir']}", highlight=False, soft_wrap=True)
 
 
@@ -64,13 +82,18 @@ def _comparison(summary: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="left" if not heading else "right")
     rows = (("step time", "step_seconds", _seconds), ("memory a rank", "memory_bytes", _size))
     for label, key, words in rows:
-        ratio = measured[key] / predicted[key] if predicted[key] else float("nan")
-        table.add_row(label, words(predicted[key]), words(measured[key]), f"{ratio:.2f}")
+        ratio = f"{measured[key] / predicted[key]:.2f}" if predicted[key] else "–"
+        table.add_row(label, words(predicted[key]), words(measured[key]), ratio)
+    if summary.get("parts"):
+        table.add_section()
+    for name, part in summary.get("parts", {}).items():
+        ratio = f"{part['measured'] / part['predicted']:.2f}" if part["predicted"] else "–"
+        table.add_row(f"  {COMPARED[name][0]}", _seconds(part["predicted"]), _seconds(part["measured"]), ratio)
     return table
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1000:.0f} ms" if value < 10 else f"{value:.1f} s"
+    return f"{value * 1000:.1f} ms" if value < 10 else f"{value:.1f} s"
 
 
 def _size(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -17,8 +17,22 @@ from toolkit.errors import CheckpointFailed
 from toolkit.regions import Region
 from toolkit.runtime.fragments import BUFFER, WEIGHT, Fragment, Held, held_fragments
 
-Place = Callable[[str, int, int], tuple[tuple[int, ...], Region]]
-"""(name, start, stop) of this rank's tensor → shape of the full parameter, and the elements there."""
+
+class Placed(NamedTuple):
+    """Elements of a rank's tensor in the whole model."""
+
+    name: str
+    """Hugging Face name of the full parameter."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    region: Region
+    """The elements there."""
+
+
+Place = Callable[[str, int, int], Placed]
+"""(name, start, stop) of this rank's tensor → where that is."""
+NOT_STATES = (WEIGHT, BUFFER, "outer_momentum")
+"""Kinds in a checkpoint that are no states of this optimizer; those with `@` are of other islands."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -32,18 +46,20 @@ class DeepSpeedState:
         names: Mapping[torch.Tensor, str],
         copy: int,
         copies: int,
-        place: Place | None = None,
+        place: Place,
+        copies_of: Callable[[str], tuple[int, int]] | None = None,
         writes: Callable[[str], bool] = lambda name: True,
         model: torch.nn.Module | None = None,
     ) -> None:
-        """`names`: Hugging Face name of each parameter; `copy` of `copies`: this rank among its replicas;
-        `place`: for shards, where a local parameter's elements are in the full one; `writes`: whether this rank's
+        """`names`: own name of each parameter; `copy` of `copies`: this rank among its replicas, or by own name where
+        that differs; `place`: where a local parameter's elements are in the full one; `writes`: whether this rank's
         shard or stage is the one that saves a name which others hold too; `model`: whose buffers, if not the engine's.
         """
         self._writes, self._model = writes, model or engine.module
         self._engine, self._names = engine, names
         sharded = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer))
-        self._copy, self._copies = (0, 1) if sharded else (copy, copies)
+        self._copies_of = copies_of or (lambda name: (copy, copies))
+        self._sharded = sharded
         self._buffer_copy, self._buffer_copies = copy, copies
         self._place = place
 
@@ -52,8 +68,10 @@ class DeepSpeedState:
             raise CheckpointFailed(
                 "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
             )
-        for fragment in held_fragments(self._held(), self._base.state, self._copy, self._copies):
-            yield fragment if self._writes(fragment.name) else replace(fragment, copy=self._copies)
+        for own_name, held in self._held():
+            copy, copies = (0, 1) if self._sharded else self._copies_of(own_name)
+            for fragment in held_fragments([held], self._base.state, copy, copies):
+                yield fragment if self._writes(own_name) else replace(fragment, copy=copies)
         for name, buffer in persistent_buffers(self._model):
             yield Fragment(
                 name=name,
@@ -66,8 +84,8 @@ class DeepSpeedState:
             )
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
-        for item in self._held():
-            wanted = set(kinds[item.name]) - {WEIGHT, BUFFER}
+        for _, item in self._held():
+            wanted = {kind for kind in kinds[item.name] if kind not in NOT_STATES and "@" not in kind}
             state = self._base.state[item.master] if wanted else {}
             for kind in wanted - state.keys():
                 state[kind] = torch.zeros_like(item.master, memory_format=torch.preserve_format)
@@ -132,7 +150,8 @@ class DeepSpeedState:
             return torch.tensor(float(steps), dtype=torch.float32, device=master.device)
         return steps
 
-    def _held(self) -> Iterator[Held]:
+    def _held(self) -> Iterator[tuple[str, Held]]:
+        """What this rank's optimizer works on, each with its own name."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             found = _held_stage3(optimizer)
@@ -147,12 +166,9 @@ class DeepSpeedState:
             found = _held_whole(groups, groups)
         for parameter, master, start, low, high in found:
             name = self._names[parameter]
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            region = regions.flat(low, high)
-            if self._place is not None:
-                shape, region = self._place(name, low, high)
+            whole, shape, region = self._place(name, low, high)
             if region:
-                yield Held(name=name, shape=shape, region=region, master=master, start=start)
+                yield name, Held(name=whole, shape=shape, region=region, master=master, start=start)
 
 
 Found = Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]

@@ -53,7 +53,7 @@ def join(world: World) -> None:
     if accelerator.device_name() == "cpu":
         # The same under every launcher, so that results are bit-identical: torchrun would set 1, others nothing.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
-        _skip_inference_build()
+        skip_inference_build()
     else:
         accelerator.set_device(world.local_rank)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -65,7 +65,7 @@ def join(world: World) -> None:
     )
 
 
-def _skip_inference_build() -> None:
+def skip_inference_build() -> None:
     """DeepSpeed (0.19) compiles an all-reduce for inference when a CPU group starts: a minute for nothing."""
     # By name: the attribute `deepspeed.comm.torch` is PyTorch itself, which that package imports.
     backend: Any = importlib.import_module("deepspeed.comm.torch")

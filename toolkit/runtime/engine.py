@@ -14,15 +14,21 @@ from torch.nn.functional import cross_entropy
 from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.recipe import Train
-from toolkit.regions import Region
+from toolkit.runtime.clock import Clock, NoClock, part
 from toolkit.runtime.data import IGNORE, MicroBatch
-from toolkit.runtime.deepspeed_state import DeepSpeedState, Place
+from toolkit.runtime.deepspeed_state import DeepSpeedState, Place, Placed
 from toolkit.runtime.distributed import device
+from toolkit.runtime.expert_places import expert_copies, expert_places
+from toolkit.runtime.faults import FaultCounter
 from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.grad_norm import clip_gradients
 from toolkit.runtime.mesh import Mesh, TensorUnit
+from toolkit.runtime.noise_meter import NoiseMeter
 from toolkit.runtime.shards import layout_of
 from toolkit.schedule import Schedule
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits and labels → the sum over counted tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +43,30 @@ class StepResult:
     """Global gradient norm before clipping."""
     lr: float
     """Learning rate of the update."""
+    skipped: bool = False
+    """Whether no update was made, because gradients overflowed."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by, in fp16."""
+    micro_square: float | None = None
+    """Mean square norm of a micro-batch's gradient, where it is measured."""
     own_faults: torch.Tensor | None = None
     """What this rank's own forward and backward pass gave that is no number; looked at only after a bad step."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an evaluation adds up: the same on every rank."""
+
+    loss: float = 0.0
+    """Cross-entropies."""
+    counted: int = 0
+    """Tokens, or samples with a class."""
+    correct: int | None = None
+    """Those whose likeliest value was right; None: not known."""
+
+    def __add__(self, other: Sums) -> Sums:
+        correct = None if self.correct is None or other.correct is None else self.correct + other.correct
+        return Sums(self.loss + other.loss, self.counted + other.counted, correct)
 
 
 class Engine(Protocol):
@@ -54,6 +82,12 @@ class Engine(Protocol):
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Train on this replica's share of a global batch."""
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        """Losses of this replica's share of a global batch, added up over all replicas; nothing is learned."""
+
+    def watch(self, clock: Clock) -> None:
+        """Tell a clock which part of a step runs, from now on."""
 
 
 class NoNumbers(Exception):
@@ -73,13 +107,19 @@ class ReplicaEngine:
         unit: TensorUnit | None = None,
         after_backward: Callable[[], None] | None = None,
         take: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
+        loss: Loss | None = None,
+        noise: NoiseMeter | None = None,
     ) -> None:
+        self._noise = noise
         self._mesh = mesh
+        self._loss = loss or summed_loss
         self._take = take
         self._after_backward = after_backward
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
-        self._faults = torch.zeros((), device=device())
-        model.get_input_embeddings().register_forward_hook(self._watch_gradient)  # type: ignore[operator]
+        self._faults = FaultCounter(device())
+        self._clock: Clock = NoClock()
+        model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
+        self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -89,6 +129,7 @@ class ReplicaEngine:
         )
         undo_first_step(self._engine.optimizer, mesh.plan, train)
         self._norm = NormMeter(self._engine, mesh)
+        self._scaling = Scaling(self._engine, mesh.plan)
 
     @property
     def replica(self) -> int:
@@ -103,7 +144,8 @@ class ReplicaEngine:
             names={p: name for name, p in named.items()},
             copy=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
             copies=ranks,
-            place=placed(named),
+            place=expert_places(self._whole_shapes, self._mesh) if self._mesh.plan.ep > 1 else placed(named),
+            copies_of=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
             writes=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
         )
 
@@ -118,33 +160,83 @@ class ReplicaEngine:
         weight = self._scale * self._mesh.plan.grad_accum * self._mesh.token_ranks / max(tokens, 1)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
-        self._faults.zero_()
+        self._faults.reset()
         try:
             for micro in batch:
-                own = self._take(micro.to(device()))
-                loss = summed_loss(self._engine(**own.inputs()).logits, own.labels)
-                total += loss.detach()
-                self._engine.backward(loss * weight)
+                with part(self._clock, "forward"):
+                    own = self._take(micro.to(device()))
+                    loss = self._loss(self._engine(**own.inputs()).logits, own.labels)
+                    total += loss.detach()
+                with part(self._clock, "backward"):
+                    self._engine.backward(loss * weight)
                 self._check_once()
-                self._engine.step()
+                with part(self._clock, "optimizer"):
+                    self._engine.step()
         except NoNumbers:  # on every rank alike: the averaged gradients are the same
             pass
-        faults = self._faults + (~torch.isfinite(total)).float()
+        faults = self._faults.count + (~torch.isfinite(total)).float()
         mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
-        return StepResult(loss=mean, tokens=tokens, grad_norm=self._norm.last(), lr=lr, own_faults=faults)
+        scale, skipped = self._scaling.last()
+        return StepResult(
+            loss=mean,
+            tokens=tokens,
+            grad_norm=self._norm.last(),
+            lr=lr,
+            skipped=skipped,
+            loss_scale=scale,
+            micro_square=self._noise.take(self._mesh.plan.grad_accum) if self._noise else None,
+            own_faults=faults,
+        )
+
+    def watch(self, clock: Clock) -> None:
+        self._clock = clock
+        time_gradient_sync(self._engine, clock)
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        sums = torch.zeros(3, dtype=torch.float64, device=device())
+        self._engine.eval()
+        with torch.no_grad():
+            for micro in batch:
+                own = self._take(micro.to(device()))
+                logits = self._engine(**own.inputs()).logits
+                loss = self._loss(logits, own.labels)
+                sums += torch.stack([loss.double(), *(count.double() for count in hits(logits, own.labels))])
+        self._engine.train()
+        total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
+        # Tensor ranks hold their columns of the logits only: which is the largest, none of them knows.
+        return Sums(total, int(counted), int(correct) if self._mesh.plan.tp == 1 else None)
 
     def _check_once(self) -> None:
         check, self._after_backward = self._after_backward, None
         if check is not None:
             check()
 
-    def _watch_gradient(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
-        """Count what is no number in the gradient that reaches the embeddings: a bad backward pass names its rank."""
-        if output.requires_grad:
-            output.register_hook(self._count_faults)  # type: ignore[no-untyped-call]
 
-    def _count_faults(self, gradient: torch.Tensor) -> None:
-        self._faults += (~torch.isfinite(gradient)).sum()
+class Scaling:
+    """Loss scale and skipped updates of fp16, as DeepSpeed counts them."""
+
+    def __init__(self, engine: Any, plan: Plan) -> None:
+        self._engine = engine
+        self._scales = plan.precision == "fp16"
+        self._skipped = 0
+
+    def last(self) -> tuple[float | None, bool]:
+        """Of the last step: the scale for the next one, and whether it was skipped."""
+        if not self._scales:
+            return None, False
+        before, self._skipped = self._skipped, int(self._engine.skipped_steps)
+        return float(self._engine.optimizer.loss_scale), self._skipped > before
+
+
+def time_gradient_sync(engine: Any, clock: Clock) -> None:
+    """What the engine does after a backward pass to finish the reduction is gradient synchronisation."""
+    finish = engine.allreduce_gradients
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with part(clock, "grad_sync"):
+            return finish(*args, **kwargs)
+
+    engine.allreduce_gradients = timed
 
 
 class NormMeter:
@@ -180,12 +272,12 @@ class NormMeter:
 def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
     """Where elements of this rank's parameters are in the whole ones."""
 
-    def place(name: str, low: int, high: int) -> tuple[tuple[int, ...], Region]:
+    def place(name: str, low: int, high: int) -> Placed:
         parameter = named[name]
         layout = layout_of(parameter)
         if layout is None:
-            return tuple(getattr(parameter, "ds_shape", parameter.shape)), regions.flat(low, high)
-        return layout.shape, regions.take(layout.region(), low, high)
+            return Placed(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), regions.flat(low, high))
+        return Placed(name, layout.shape, regions.take(layout.region(), low, high))
 
     return place
 
@@ -197,7 +289,14 @@ def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy added up over counted tokens: a number even where none counts."""
-    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def hits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many labels count, and for how many of them the likeliest value is right."""
+    counts = labels != IGNORE
+    return counts.sum(), ((logits.argmax(-1) == labels) & counts).sum()
 
 
 def undo_first_step(optimizer: Any, plan: Plan, train: Train) -> None:

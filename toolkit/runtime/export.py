@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from toolkit.checkpoint_format import faults
 from toolkit.errors import BadInput
@@ -17,10 +17,13 @@ from toolkit.recipe_file import load_recipe
 from toolkit.runtime import safetensors_writer
 from toolkit.runtime.checkpoint_reader import Reader
 from toolkit.runtime.fragments import BUFFER, WEIGHT
-from toolkit.runtime.model import build_model, load_config
+from toolkit.runtime.model import ADAPTER_TASKS, BUILDERS, build_model, load_config, skeleton
+from toolkit.runtime.shards import replace_parameter, sites
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARD_SIZE = "5GB"
+TRAINED_WHOLE = ".modules_to_save.default."
+"""In peft's names of modules that are trained without an adapter: the head of a classifier."""
 
 
 def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_code: bool = False) -> Recipe:
@@ -44,6 +47,20 @@ def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_cod
     return recipe
 
 
+def trained_model(checkpoint: Path, recipe: Recipe) -> PreTrainedModel:
+    """The model of a checkpoint in memory, ready to run; adapters are merged."""
+    reader, dtype = Reader.open(checkpoint), DTYPES[recipe.model.precision]
+    if recipe.model.lora is not None:
+        return _merged(reader, recipe.model, recipe.train.seed, dtype)
+    model = skeleton(recipe.model)
+    where = sites(model)
+    for name, parameter in list(model.named_parameters()):
+        replace_parameter(where, parameter, reader.full(name, WEIGHT).to(dtype))
+    for name in (name for name, held in reader.index.items() if WEIGHT not in held.kinds()):
+        model.get_buffer(name).copy_(reader.full(name, BUFFER))
+    return model
+
+
 def _begin(out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise BadInput(str(out), "already exists and is not empty; choose another directory")
@@ -62,7 +79,7 @@ def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTraine
     """The model with every weight from the checkpoint; nothing is initialised first."""
     config = load_config(section)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+        model = BUILDERS[section.task].from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
     expected = {name for name, _ in model.named_parameters()}
     found = {name for name, parameter in reader.index.items() if WEIGHT in parameter.kinds()}
     if expected != found:
@@ -96,18 +113,25 @@ def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtyp
     """What peft's `PeftModel.from_pretrained` loads onto the base."""
     from peft import LoraConfig
 
-    weights = {name.replace(".default.", "."): reader.full(name, WEIGHT).to(dtype) for name in sorted(reader.index)}
-    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in reader.index}
+    weights = {_adapter_name(name): reader.full(name, WEIGHT).to(dtype) for name in sorted(reader.index)}
+    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in reader.index if ".lora_" in name}
+    whole = {name.split(TRAINED_WHOLE)[0].rpartition(".")[2] for name in reader.index if TRAINED_WHOLE in name}
     safetensors_writer.write(out / "adapter_model.safetensors", weights, {"format": "pt"})
     LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(targets),
-        task_type="CAUSAL_LM",
+        modules_to_save=sorted(whole) or None,
+        task_type=ADAPTER_TASKS.get(section.task or "", "CAUSAL_LM"),
         base_model_name_or_path=section.path,
         inference_mode=True,
     ).save_pretrained(out)
+
+
+def _adapter_name(name: str) -> str:
+    """A parameter's name as peft writes it."""
+    return name.replace(TRAINED_WHOLE, ".").replace(".default.", ".")
 
 
 def _write_tokenizer(recipe: Recipe, out: Path, trust_remote_code: bool) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from toolkit.errors import Preempted
 from toolkit.runtime.checkpoint import Saver
+from toolkit.runtime.clock import part
+from toolkit.runtime.comm_timer import CommTimer
 from toolkit.runtime.distributed import all_max
 from toolkit.stop import StopRequest
 
@@ -33,17 +35,26 @@ class CheckpointKeeper:
     every: int
     """0: no checkpoints but the one of a stop request."""
     steps: int
+    comm: CommTimer
+    agree_every: int = 1
+    """Steps between two questions whether to stop: islands are asked where they meet."""
     group: Any = None
 
     def after(self, step: int) -> None:
         self.pulse.move(step=step, phase="training")
         number = torch.tensor(int(self.stop.signal or 0))
-        stopping = int(all_max(number, self.group)) if step < self.steps else 0
+        with self.comm.held("agree"):
+            asks = step < self.steps and step % self.agree_every == 0
+            stopping = int(all_max(number, self.group)) if asks else 0
+        with part(self.comm.clock, "checkpoint"):
+            self._save(step, stopping=bool(stopping))
+        if stopping:
+            raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")
+
+    def _save(self, step: int, *, stopping: bool) -> None:
         if stopping or (self.every and (step % self.every == 0 or step == self.steps)):
             self.pulse.move(phase="saving")
             self.saver.save(step)
             self.pulse.move(phase="training")
         if stopping or step == self.steps:
             self.saver.wait()
-        if stopping:
-            raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.profiler import ProfilerActivity, profile
@@ -21,6 +22,13 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
+
+    def now_bytes(self) -> int:
+        """Bytes that tensors hold on the accelerator now; on a CPU, what the process holds of the host's memory."""
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cpu":
+            return int(psutil.Process().memory_info().rss)
+        return int(accelerator.memory_allocated())
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:

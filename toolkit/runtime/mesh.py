@@ -18,9 +18,12 @@ class Mesh:
     def __init__(self, plan: Plan, rank: int, size: int) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
         assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold whole models"
+        assert plan.islands == 1 or plan.tp * plan.pp * plan.sp * plan.ep == 1, "islands are data-parallel"
         self.plan = plan
         inner = plan.tp * plan.sp
-        self.pipe, rest = divmod(rank, plan.dp * inner)
+        island_size = size // plan.islands
+        self.island, local = divmod(rank, island_size)
+        self.pipe, rest = divmod(local, plan.dp * inner)
         self.data, place = divmod(rest, inner)
         self.tensor, self.sequence = (place, 0) if plan.tp > 1 else (0, place)
         self._rank = rank
@@ -29,6 +32,11 @@ class Mesh:
         replicas = [
             [(p * plan.dp + d) * inner + i for p in range(plan.pp) for i in range(inner)] for d in range(plan.dp)
         ]
+        data = [[first + rank for rank in ranks] for first in range(0, size, island_size) for ranks in data]
+        stages = stages if plan.islands == 1 else [[rank] for rank in range(size)]
+        replicas = replicas if plan.islands == 1 else [[rank] for rank in range(size)]
+        self.island_group = self._own([list(range(place, size, island_size)) for place in range(island_size)])
+        """Ranks with this one's place in every island."""
         self.inner_group = self._own(stages)
         """Ranks that hold the shards of one stage: the tensor or the sequence axis."""
         self.data_group = self._own(data)
@@ -66,13 +74,14 @@ class TensorUnit:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._alone = dist.get_world_group()
-        if mesh.plan.dp == 1:  # DeepSpeed wants a group even where there is nothing to reduce
+        self._islands = mesh.plan.islands > 1
+        if mesh.plan.dp == 1 or self._islands:  # DeepSpeed wants a group even where there is nothing to reduce
             groups = [dist.new_group([rank]) for rank in range(mesh.plan.devices)]
             self._alone = groups[dist.get_rank()]
 
     def get_model_parallel_group(self) -> Any:
         """Ranks that hold the shards of one replica."""
-        return self._mesh.inner_group or dist.get_world_group()
+        return self._alone if self._islands else self._mesh.inner_group or dist.get_world_group()
 
     def get_model_parallel_rank(self) -> int:
         """Place among them."""

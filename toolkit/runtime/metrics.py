@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -34,6 +34,35 @@ class Record:
     """Time that this rank was held by collectives."""
     data_seconds: float
     """Time that this rank waited for its batch."""
+    time: float = 0.0
+    """When the step ended, seconds since 1970."""
+    hfu: float = 0.0
+    """As `mfu`, with what the backward pass computes again."""
+    tokens_per_second_per_device: float = 0.0
+    wall_seconds: float = 0.0
+    """Since the end of the step before: the step and what stood between the two."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """`wall_seconds` of this rank by part, as in `toolkit.parts`; on an accelerator in detailed steps only."""
+    grad_sync_seconds: float | None = None
+    """Gradient synchronisation from start to end; `parts.grad_sync` is what of it was exposed."""
+    memory_now_bytes: int = 0
+    """Held by tensors when the step ended; on a CPU, by the process."""
+    skipped: int = 0
+    """1: no update was made, because gradients overflowed in fp16."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by, in fp16."""
+    noise_scale_sequences: float | None = None
+    """Gradient noise scale, a running mean, where `metrics.noise_scale` asks for it."""
+    checkpoint_step: int = 0
+    """Newest checkpoint that is whole."""
+    ranks: dict[str, dict[str, float]] | None = None
+    """Over all ranks, every `metrics.detail_every` steps: smallest, mean, largest and their ranks."""
+    collectives: dict[str, dict[str, float]] | None = None
+    """Calls, bytes and seconds of this step on this rank, by kind and purpose; in detailed steps."""
+    straggler: dict[str, float] | None = None
+    """Rank that holds the others up, and by how many seconds a step; in detailed steps."""
+    bubble_by_stage: list[float] | None = None
+    """Share of the pipeline's time in which each stage does not compute; in detailed steps."""
 
 
 class Sink(Protocol):
@@ -61,7 +90,8 @@ class JsonlSink:
 
     def log(self, record: Record) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(asdict(record)) + "\n")
+        values = {name: value for name, value in vars(record).items() if value is not None}
+        self._file.write(json.dumps(values) + "\n")
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
         """Cut the file after a step; the lines that stay."""
@@ -120,7 +150,8 @@ class Recorder:
         self.tokens = sum(record["tokens"] for record in records)
         if records:
             self.first_loss = records[0]["loss"]
-            self.last = Record(**{f.name: records[-1].get(f.name, 0) for f in fields(Record)})
+            known = {f.name for f in fields(Record)}
+            self.last = Record(**{name: value for name, value in records[-1].items() if name in known})
 
     def rewind(self, step: int) -> None:
         """Forget what was recorded after a step: the run has gone back to it."""

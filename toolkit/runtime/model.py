@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    set_seed,
+)
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import BadInput
@@ -17,14 +26,25 @@ from toolkit.runtime.distributed import gather_objects
 from toolkit.runtime.shards import own_slice, replace_parameter, sites
 from toolkit.runtime.weights import FileWeights, HostWeights, ScratchWeights, Weights, checkpoint_files
 
+BUILDERS: dict[str | None, Any] = {
+    None: AutoModelForCausalLM,
+    "causal-lm": AutoModelForCausalLM,
+    "classification": AutoModelForSequenceClassification,
+    "image-classification": AutoModelForImageClassification,
+    "seq2seq": AutoModelForSeq2SeqLM,
+}
+"""Which head a task gets."""
+ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None}
+
 
 def load_config(section: Model) -> PretrainedConfig:
     """The Hugging Face config of the recipe's model."""
+    labels = {} if section.num_labels is None else {"num_labels": section.num_labels}
     try:
         if section.config is not None:
-            values = dict(section.config)
+            values = {**section.config, **labels}
             return AutoConfig.for_model(values.pop("model_type"), **values)
-        return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code)
+        return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise BadInput("model", f"transformers can't read the config: {_first_line(error)}") from None
 
@@ -37,7 +57,7 @@ def build_model(section: Model, seed: int) -> PreTrainedModel:
     else:
         model = _whole(section, seed)
     set_seed(seed)
-    return model if section.lora is None else _with_adapters(model, section.lora)
+    return model if section.lora is None else _with_adapters(model, section.lora, section.task)
 
 
 def skeleton(section: Model) -> PreTrainedModel:
@@ -46,16 +66,11 @@ def skeleton(section: Model) -> PreTrainedModel:
     def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
         # Under `torch.device("meta")` rotary tables would stay there too.
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config, **options)
+            model = BUILDERS[section.task].from_config(config, **options)
         model.tie_weights()  # accelerate (1.15) makes a new parameter at every assignment, which breaks ties
         return model
 
     return _made(section, make)
-
-
-def vocabulary(section: Model) -> int:
-    """Rows of the model's token table."""
-    return int(skeleton(section).get_input_embeddings().num_embeddings)
 
 
 def open_weights(section: Model, seed: int) -> Weights:
@@ -87,11 +102,29 @@ def _whole(section: Model, seed: int) -> PreTrainedModel:
 
     def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
         if section.init == "scratch":
-            return AutoModelForCausalLM.from_config(config, **options)
-        return AutoModelForCausalLM.from_pretrained(section.path, config=config, use_safetensors=True, **options)
+            return BUILDERS[section.task].from_config(config, **options)
+        # A head for other classes than the file's is a new one.
+        fresh: dict[str, Any] = {"ignore_mismatched_sizes": True} if "classification" in (section.task or "") else {}
+        fresh |= _quantized(section)
+        return BUILDERS[section.task].from_pretrained(
+            section.path, config=config, use_safetensors=True, **fresh, **options
+        )
 
     set_seed(seed)
     return _made(section, make)
+
+
+def _quantized(section: Model) -> dict[str, Any]:
+    """QLoRA: the frozen base in the 4 bits of bitsandbytes."""
+    if section.lora is None or section.lora.quantize == "none":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[section.precision]
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=kind
+    )
+    return {"quantization_config": config}
 
 
 def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], PreTrainedModel]) -> PreTrainedModel:
@@ -107,7 +140,7 @@ def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], Pre
     return model
 
 
-def _with_adapters(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
+def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreTrainedModel:
     """The model frozen, with trainable low-rank adapters."""
     from peft import LoraConfig, get_peft_model
 
@@ -117,7 +150,7 @@ def _with_adapters(model: PreTrainedModel, lora: Lora) -> PreTrainedModel:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
+        task_type=ADAPTER_TASKS.get(task or "", "CAUSAL_LM"),
     )
     return get_peft_model(model, config)
 

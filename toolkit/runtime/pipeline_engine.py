@@ -9,13 +9,15 @@ import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from toolkit.recipe import Train
+from toolkit.runtime.clock import Clock, part
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import NoNumbers, NormMeter, StepResult, counted_tokens, placed
+from toolkit.runtime.engine import NoNumbers, NormMeter, Scaling, StepResult, Sums, counted_tokens, placed
 from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.pipeline_stage import Stage
@@ -38,6 +40,7 @@ class PipelineRun:
         self._mesh = mesh
         self._after_backward = after_backward
         self._stage = stage
+        self._shape: torch.Size | None = None
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         module = StagedModule(stage, mesh)
         self._engine, *_ = deepspeed.initialize(
@@ -47,6 +50,7 @@ class PipelineRun:
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
         self._norm = NormMeter(self._engine, mesh)
+        self._scaling = Scaling(self._engine, mesh.plan)
 
     @property
     def replica(self) -> int:
@@ -82,6 +86,7 @@ class PipelineRun:
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
         tokens = counted_tokens(batch, self._mesh)
+        self._follow_shape(batch[0])
         # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
@@ -92,7 +97,57 @@ class PipelineRun:
         if self._after_backward is not None:
             self._after_backward()
             self._after_backward = None
-        return StepResult(loss=loss.squeeze() / self._scale, tokens=tokens, grad_norm=self._norm.last(), lr=lr)
+        scale, skipped = self._scaling.last()
+        return StepResult(
+            loss=loss.squeeze() / self._scale,
+            tokens=tokens,
+            grad_norm=self._norm.last(),
+            lr=lr,
+            skipped=skipped,
+            loss_scale=scale,
+            own_faults=self._stage.faults.count,
+        )
+
+    def watch(self, clock: Clock) -> None:
+        """Each instruction of DeepSpeed's schedule is a part of the step."""
+        known = type(self._engine)._INSTRUCTION_MAP
+        self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        counted = counted_tokens(batch, self._mesh)
+        self._follow_shape(batch[0])
+        self._stage.feed(batch, 1.0)
+        mean = self._engine.eval_batch(_nothing(), num_micro_batches=len(batch))  # over micro-batches and replicas
+        self._engine.module.train()
+        return Sums(float(mean) * len(batch) * self._mesh.plan.dp, counted)
+
+    def _follow_shape(self, micro: MicroBatch) -> None:
+        """DeepSpeed keeps the buffers of the first batch: batches of another length need new ones."""
+        if self._shape not in (None, micro.shape):
+            self._engine.reset_activation_shape()
+        self._shape = micro.shape
+
+
+_PARTS = {
+    instructions.LoadMicroBatch: "data",
+    instructions.ForwardPass: "forward",
+    instructions.BackwardPass: "backward",
+    instructions.SendActivation: "pp_comm",
+    instructions.RecvActivation: "pp_comm",
+    instructions.SendGrad: "pp_comm",
+    instructions.RecvGrad: "pp_comm",
+    instructions.ReduceGrads: "grad_sync",
+    instructions.ReduceTiedGrads: "grad_sync",
+    instructions.OptimizerStep: "optimizer",
+}
+
+
+def _timed(run: Callable[..., Any], name: str, clock: Clock) -> Callable[..., Any]:
+    def instruction(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with part(clock, name):
+            return run(engine, *args, **kwargs)
+
+    return instruction
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]

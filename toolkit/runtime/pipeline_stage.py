@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import summed_loss
+from toolkit.runtime.engine import Loss, summed_loss
+from toolkit.runtime.faults import FaultCounter
 from toolkit.runtime.pipeline_borders import (
     Arguments,
     Cut,
@@ -32,8 +33,11 @@ class Stage(torch.nn.Module):
     are made where they are used and only hidden states travel.
     """
 
-    def __init__(self, model: PreTrainedModel, split: Split, index: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, split: Split, index: int, dtype: torch.dtype, loss: Loss | None = None
+    ) -> None:
         super().__init__()
+        self._loss = loss or summed_loss
         self.model = model
         self.split = split
         self.index = index
@@ -41,12 +45,16 @@ class Stage(torch.nn.Module):
         """Own parameters under their names in the whole model."""
         self._queue: list[MicroBatch] = []
         self._weight = 1.0
+        self.faults = FaultCounter(device())
+        if index == 0:
+            model.get_input_embeddings().register_forward_hook(self.faults.after_embedding)
         self._received: tuple[torch.Tensor, ...] = ()
 
     def feed(self, batch: Sequence[MicroBatch], weight: float) -> None:
         """The micro-batches of the coming step, and what their summed loss is multiplied by."""
-        assert len({micro.input_ids.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
+        assert len({micro.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
         self._queue, self._weight = list(batch), weight
+        self.faults.reset()
 
     def received(self) -> tuple[torch.Tensor, ...]:
         """What the stage before sent for the current micro-batch."""
@@ -57,14 +65,18 @@ class Stage(torch.nn.Module):
         micro = self._queue.pop(0).to(device())
         if self.index > 0:
             self._received = anchored(arrived if isinstance(arrived, tuple) else (arrived,))
+        taken = self._received
         try:
             output = self.model(**micro.inputs())
         except Cut as cut:
             leaving = chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]])
+            self.faults.forward(taken, leaving)
             return leaving[0] if len(leaving) == 1 else leaving
         finally:
             self._received = ()
-        return summed_loss(output.logits, micro.labels) * self._weight
+        loss = self._loss(output.logits, micro.labels) * self._weight
+        self.faults.forward(taken, (loss,))
+        return loss
 
 
 def _carve(

@@ -10,7 +10,7 @@ import queue
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -37,7 +37,27 @@ class Measured:
     matmul_flops: float = 0.0
     memory_bytes_per_second: float = 0.0
     collectives: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Seconds by operation and bytes."""
+    """Seconds by operation and bytes, inside a node."""
+    nodes: int = 1
+    between: dict[int, float] = field(default_factory=dict)
+    """Seconds of an all-reduce across nodes by bytes, all devices of a node at once."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that exchange with each other; `group` None: all."""
+
+    group: Any
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Their number."""
+        return len(self.ranks)
+
+    def neighbour(self, rank: int, step: int) -> int:
+        """The rank `step` places on."""
+        return self.ranks[(self.ranks.index(rank) + step) % self.size]
 
 
 @dataclass(frozen=True)
@@ -93,6 +113,34 @@ def measure(processes: int, progress: Callable[[str, int, int], None], seconds_e
                 worker.terminate()
 
 
+def measure_job(
+    rank: int, world: int, per_node: int, progress: Callable[[str, int, int], None], seconds_each: float = SECONDS_EACH
+) -> Measured:
+    """Measure as one rank of a job that a launcher started: inside nodes, and between them."""
+    warnings.simplefilter("ignore", FutureWarning)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank % per_node)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+    try:
+        inside = _own_ring(rank, [range(first, first + per_node) for first in range(0, world, per_node)])
+        across = _own_ring(rank, [range(place, world, per_node) for place in range(per_node)])
+        clock = Clock(torch.device("cuda" if cuda else "cpu"), seconds_each)
+        return _measure_all(rank, inside, across, progress if rank == 0 else _silent, clock)
+    finally:
+        dist.destroy_process_group()
+
+
+def _own_ring(rank: int, rings: Sequence[range]) -> Ring:
+    """Make every group, as every rank must; the one that this rank is in."""
+    made = [(tuple(ranks), dist.new_group(list(ranks))) for ranks in rings]
+    return next(Ring(group, ranks) for ranks, group in made if rank in ranks)
+
+
+def _silent(what: str, done: int, steps: int) -> None:
+    """The others' progress is the same."""
+
+
 def _listen(reports: Any, workers: list[Any], progress: Callable[[str, int, int], None]) -> Measured:
     while True:
         try:
@@ -120,7 +168,9 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
         "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=world, timeout=TIMEOUT
     )
     try:
-        found = _measure_all(rank, world, reports, Clock(torch.device("cuda" if cuda else "cpu"), seconds_each))
+        clock = Clock(torch.device("cuda" if cuda else "cpu"), seconds_each)
+        tell = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent
+        found = _measure_all(rank, Ring(None, tuple(range(world))), Ring(None, (rank,)), tell, clock)
         if rank == 0:
             reports.put(("done", found))
             reports.close()
@@ -129,28 +179,35 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
         dist.destroy_process_group()
 
 
-def _measure_all(rank: int, world: int, reports: Any, clock: Clock) -> Measured:
-    device = clock.device
-    sizes = GPU_SIZES if device.type == "cuda" else SIZES
-    steps = 2 + (len(COLLECTIVES) * len(sizes) if world > 1 else 0)
+def _measure_all(
+    rank: int, inside: Ring, across: Ring, progress: Callable[[str, int, int], None], clock: Clock
+) -> Measured:
+    sizes = GPU_SIZES if clock.device.type == "cuda" else SIZES
+    names = COLLECTIVES if inside.size > 1 else ()
+    steps = 2 + len(names) * len(sizes) + (len(sizes) if across.size > 1 else 0)
     done = 0
 
     def tell(what: str) -> None:
         nonlocal done
         done += 1
-        if rank == 0:
-            reports.put(("progress", (what, done, steps)))
+        progress(what, done, steps)
 
-    found = _describe(world, device)
+    found = _describe(inside.size, clock.device)
+    found.nodes = across.size
     found.matmul_flops = _matmul_flops(clock)
     tell("matmul")
     found.memory_bytes_per_second = _memory_rate(clock)
     tell("memory")
-    for name in COLLECTIVES if world > 1 else ():
+    for name in names:
         found.collectives[name] = {}
         for size in sizes:
-            found.collectives[name][size] = clock.seconds(_collective(name, size, rank, world, device), shared=True)
+            found.collectives[name][size] = clock.seconds(
+                _collective(name, size, rank, inside, clock.device), shared=True
+            )
             tell(f"{name} {size:,} bytes")
+    for size in sizes if across.size > 1 else ():
+        found.between[size] = clock.seconds(_collective("all_reduce", size, rank, across, clock.device), shared=True)
+        tell(f"all_reduce between nodes {size:,} bytes")
     return found
 
 
@@ -181,33 +238,33 @@ def _memory_rate(clock: Clock) -> float:
     return 2 * source.nbytes / clock.seconds(lambda: torch.mul(source, 2.0, out=target))
 
 
-def _collective(name: str, size: int, rank: int, world: int, device: torch.device) -> Callable[[], object]:
+def _collective(name: str, size: int, rank: int, ring: Ring, device: torch.device) -> Callable[[], object]:
     """One operation on `size` bytes in full (all-gather: of the result; reduce-scatter: of the input)."""
-    count = max(world, size // 4 // world * world)
-    whole, part = torch.ones(count, device=device), torch.ones(count // world, device=device)
+    count = max(ring.size, size // 4 // ring.size * ring.size)
+    whole, part = torch.ones(count, device=device), torch.ones(count // ring.size, device=device)
     other = torch.empty_like(whole)
     if name == "all_reduce":
-        return lambda: dist.all_reduce(whole)
+        return lambda: dist.all_reduce(whole, group=ring.group)
     if name == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part)
+        return lambda: dist.all_gather_into_tensor(whole, part, group=ring.group)
     if name == "reduce_scatter":
-        return lambda: _reduce_scatter(part, whole, device)
+        return lambda: _reduce_scatter(part, whole, ring, device)
     if name == "all_to_all":
-        return lambda: dist.all_to_all_single(other, whole)
-    return lambda: _exchange(whole, other, rank, world)
+        return lambda: dist.all_to_all_single(other, whole, group=ring.group)
+    return lambda: _exchange(whole, other, rank, ring)
 
 
-def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
+def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, ring: Ring, device: torch.device) -> None:
     if device.type == "cuda":
-        dist.reduce_scatter_tensor(part, whole)
+        dist.reduce_scatter_tensor(part, whole, group=ring.group)
     else:  # gloo has none: DeepSpeed reduces and keeps its part there
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=ring.group)
 
 
-def _exchange(whole: torch.Tensor, other: torch.Tensor, rank: int, world: int) -> None:
+def _exchange(whole: torch.Tensor, other: torch.Tensor, rank: int, ring: Ring) -> None:
     """Every rank sends to the next one, as stages of a pipeline do."""
-    sending = dist.isend(whole, (rank + 1) % world)
-    dist.recv(other, (rank - 1) % world)
+    sending = dist.isend(whole, ring.neighbour(rank, 1), group=ring.group)
+    dist.recv(other, ring.neighbour(rank, -1), group=ring.group)
     assert sending is not None
     sending.wait()
 

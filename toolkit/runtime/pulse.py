@@ -30,6 +30,7 @@ class Pulse:
         self._directory, self._terminal, self._parent = directory, terminal, parent
         self._beat = Beat(rank=rank, host=socket.gethostname(), pid=os.getpid(), time=time.time())
         self._timeout = self._wanted = float("inf")
+        self._looked = 0.0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
@@ -71,19 +72,28 @@ class Pulse:
                 heartbeat.write(self._directory, beat)
             if beat.progress != seen:
                 seen, since = beat.progress, time.monotonic()
-            if time.monotonic() - since > self._timeout + SPARE_SECONDS:
-                self._give_up(f"nothing was done for {time.monotonic() - since:.0f} s")
+            idle = time.monotonic() - since
+            if idle > self._timeout + SPARE_SECONDS or (idle > self._wanted + SPARE_SECONDS and self._one_is_silent()):
+                self._give_up(f"nothing was done for {idle:.0f} s")
             if self._parent is not None and os.getppid() != self._parent:
                 self._give_up("the process that started it is gone")
+
+    def _one_is_silent(self) -> bool:
+        """In the first step, which may take long: whether another rank has not even beaten for the whole timeout."""
+        if time.monotonic() - self._looked < SPARE_SECONDS:
+            return False
+        self._looked = time.monotonic()
+        return any(age > self._wanted for _, age in self._silent_beats())
+
+    def _silent_beats(self) -> list[tuple[Beat, float]]:
+        """Ranks that run but do not beat, and for how many seconds."""
+        ages = ((beat, time.time() - beat.time) for beat in heartbeat.read_all(self._directory).values())
+        return [(beat, age) for beat, age in ages if age > 4 * BEAT_SECONDS and beat.exit_code is None]
 
     def _give_up(self, why: str) -> None:
         """End a rank that can't end by itself: its main thread may never return."""
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        silent = [
-            f"rank {beat.rank} on {beat.host} (silent for {time.time() - beat.time:.0f} s)"
-            for beat in heartbeat.read_all(self._directory).values()
-            if time.time() - beat.time > 4 * BEAT_SECONDS and beat.exit_code is None
-        ]
+        silent = [f"rank {beat.rank} on {beat.host} (silent for {age:.0f} s)" for beat, age in self._silent_beats()]
         text = f"rank {self._beat.rank} on {self._beat.host} ends at step {self._beat.step}: {why}"
         print(text + (f"; {', '.join(silent)}" if silent else ""), file=self._terminal, flush=True)
         heartbeat.write(self._directory, heartbeat.ended(self._beat, RankFailed.exit_code, why, time.time()))

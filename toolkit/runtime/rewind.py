@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from toolkit.errors import LossNotFinite
 from toolkit.runtime import checkpoint
 from toolkit.runtime.checkpoint import Saver, Say
-from toolkit.runtime.data import Order
 from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.metrics import Recorder
+from toolkit.runtime.order import Order
 from toolkit.runtime.trainer import Spike
 
 MOST = 10

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite, Preempted
+from toolkit.noise_scale import NoiseScale
 from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
 from toolkit.run_dir import RunDir
 from toolkit.runtime import checkpoint, comm_timer
 from toolkit.runtime.build import Site, build_engine
-from toolkit.runtime.console import ConsoleSink
-from toolkit.runtime.data import Order, Samples, load_samples
+from toolkit.runtime.clock import Clock, NoClock, make_clock
+from toolkit.runtime.comm_timer import CommTimer
+from toolkit.runtime.counters import make_counters
 from toolkit.runtime.distributed import World, gather_objects, host_group
 from toolkit.runtime.engine import Engine
+from toolkit.runtime.evaluate import EvaluatingKeeper, make_evaluator
 from toolkit.runtime.keeper import CheckpointKeeper, Moving
+from toolkit.runtime.load import load_data
 from toolkit.runtime.memory_meter import MemoryMeter
-from toolkit.runtime.metrics import JsonlSink, Recorder, Sink, keep_until
-from toolkit.runtime.model import vocabulary
+from toolkit.runtime.metrics import Recorder, keep_until
+from toolkit.runtime.order import Order
+from toolkit.runtime.prefetch import Share
+from toolkit.runtime.recording import load_own, make_sinks, sink_info
 from toolkit.runtime.rewind import Rewind
-from toolkit.runtime.tokenizer import load_tokenizer
-from toolkit.runtime.trainer import Observer, Share, Spike, SpikeGuard, train
-from toolkit.runtime.wandb_sink import WandbSink
+from toolkit.runtime.step_meter import StepMeter
+from toolkit.runtime.summary import Averages
+from toolkit.runtime.takes import takes
+from toolkit.runtime.together import Ranks
+from toolkit.runtime.trace import Tracer
+from toolkit.runtime.trace import report as trace_report
+from toolkit.runtime.trainer import Observer, Spike, SpikeGuard, train
 from toolkit.schedule import make_schedule
 from toolkit.stop import StopRequest
 
@@ -42,46 +52,79 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     """Train as this rank; rank 0 records."""
     console = watched.console
     recipe, plan = order.recipe, order.plan
-    samples = _samples(recipe, vocabulary(recipe.model))
-    steps = num_steps(recipe, len(samples))
-    timer = comm_timer.install()
+    own = load_own(recipe.metrics, world)
+    loaded = load_data(recipe, takes(recipe.model), Ranks(world), console)
+    data_order = loaded.order(recipe, plan.global_batch)
+    steps = num_steps(recipe, data_order)
+    clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
+    timer = comm_timer.install(clock, plan.tp * plan.sp)
     site = Site(
         model=recipe.model,
         train=recipe.train,
         plan=plan,
         deepspeed=order.deepspeed,
         schedule=make_schedule(recipe.train, steps),
+        noise=recipe.metrics.noise_scale,
     )
     engine = build_engine(site, world)
-    data_order = Order(samples=len(samples), global_batch=plan.global_batch, seed=recipe.train.seed)
-    done, data_order = _go_on(recipe, run, world, engine, data_order, _speaker(world, console))
-    recorder = Recorder(_sinks(recipe, run, console, steps) if world.rank == 0 else [])
+    engine.watch(clock)
+    say = _speaker(world, console)
+    tell = say if recipe.metrics.console else print
+    for note in loaded.notes if world.rank == 0 else ():
+        tell(f"data: {note}")
+    done, data_order = _go_on(recipe, run, world, engine, data_order, say)
+    averages = Averages(order.predicted_parts, order.link_bytes_per_second)
+    recorder = Recorder([averages, *make_sinks(order, run, console, steps, own)] if world.rank == 0 else [])
     if world.rank == 0:
         recorder.go_on(keep_until(run.metrics, done))
+    counters, missing = make_counters()
+    if missing:
+        _speaker(world, console)(missing)
+    memory = MemoryMeter()
+    # Islands meet every `local_steps` steps only, and then for this too.
+    every = -(-recipe.metrics.detail_every // plan.local_steps) * plan.local_steps
+    meter = StepMeter(plan, clock, timer, memory, counters, every, host_group())
+    keeper = _keeper(order, run, world, engine, data_order, watched, timer, steps=steps, done=done)
     observer = Observer(
         recorder=recorder,
-        comm=timer,
-        memory=MemoryMeter(),
+        meter=meter,
+        memory=memory,
         model_flops=order.model_flops,
+        hardware_flops=order.hardware_flops,
+        devices=world.size,
         peak_flops=order.peak_flops * world.size,
         guard=SpikeGuard(recipe.train.spike_factor if recipe.train.on_spike == "rewind" else float("inf")),
+        all_agree=plan.islands == 1,
         scales_loss=plan.precision == "fp16",
+        saved=lambda: keeper.saver.written_step,
+        noise=NoiseScale() if recipe.metrics.noise_scale else None,
+        batches=(plan.micro_batch, plan.global_batch),
+        tracer=Tracer(recipe.metrics.trace, run.trace, world.rank),
     )
-    keeper = _keeper(order, run, world, engine, data_order, watched, steps=steps, done=done)
-    share = Share(replica=engine.replica, replicas=plan.dp, micro_batch=plan.micro_batch)
-    info = {"recipe": asdict(recipe), "plan": asdict(plan), "deepspeed": order.deepspeed, "run_dir": str(run.path)}
+    share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
+    evaluator = None
+    if loaded.held_out is not None:
+        evaluator = make_evaluator(recipe, run, engine, loaded.held_out, share, recorder, tell, watched.pulse)
+        evaluator.go_on(done)
+    info = sink_info(order, run, world, done)
     for sink in recorder.sinks:
         sink.start(info)
     watched.pulse.watch(recipe.train.hang_timeout_seconds)
     started, status = time.perf_counter(), "failed"
+    if recipe.metrics.detail_every:
+        counters.start()
+    meter.begin()
     try:
-        rewind = Rewind(engine.state, keeper.saver, recorder, _speaker(world, console))
+        rewind = Rewind(engine.state, keeper.saver, recorder, say)
+        outer = keeper if evaluator is None else EvaluatingKeeper.around(keeper, evaluator, recipe)
         while done < steps:
             try:
-                train(engine, samples, data_order, share, range(done, steps), observer, keeper)
+                train(engine, loaded.train, data_order, share, range(done, steps), observer, outer)
                 done = steps
             except Spike as spike:
                 done, data_order = rewind.before(spike)
+                if evaluator is not None:
+                    evaluator.go_on(done)
         status = "done"
     except LossNotFinite:
         status = "loss_not_finite"
@@ -91,9 +134,15 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
         raise
     finally:
         summary = _summary(order, run, recorder, observer, status, time.perf_counter() - started, done)
-        summary["save_seconds"] = keeper.saver.stalls
+        counters.stop()
+        summary |= {"save_seconds": keeper.saver.stalls, **averages.summary()}
+        if evaluator is not None:
+            summary["eval"] = {"last": evaluator.last, "best": evaluator.best}
         for sink in recorder.sinks:
             sink.finish(summary)
+        if recipe.metrics.trace and world.rank == 0:
+            for line in trace_report(run.trace, run.metrics, recipe.metrics.trace):
+                _speaker(world, console)(line)
 
 
 def _go_on(
@@ -111,6 +160,7 @@ def _keeper(
     engine: Engine,
     data_order: Order,
     watched: Watched,
+    timer: CommTimer,
     *,
     steps: int,
     done: int,
@@ -128,7 +178,14 @@ def _keeper(
     )
     every = order.recipe.checkpoint.every
     return CheckpointKeeper(
-        saver=saver, stop=watched.stop, pulse=watched.pulse, every=every, steps=steps, group=host_group()
+        saver=saver,
+        stop=watched.stop,
+        pulse=watched.pulse,
+        every=every,
+        steps=steps,
+        comm=timer,
+        group=host_group(),
+        agree_every=order.plan.local_steps,
     )
 
 
@@ -143,30 +200,12 @@ def _speaker(world: World, console: IO[str]) -> checkpoint.Say:
     return say
 
 
-def num_steps(recipe: Recipe, num_samples: int) -> int:
+def num_steps(recipe: Recipe, order: Order) -> int:
     """Steps of the run: given, or enough for the epochs."""
     if recipe.train.steps is not None:
         return recipe.train.steps
-    assert recipe.train.epochs is not None
-    return max(1, -(-round(recipe.train.epochs * num_samples) // recipe.train.global_batch))
-
-
-def _samples(recipe: Recipe, vocab: int) -> Samples:
-    if recipe.data.path == "synthetic":
-        return load_samples(recipe.data, load_tokenizer("bytes", None), vocab)
-    tokenizer = load_tokenizer(
-        recipe.data.tokenizer, recipe.model.path, trust_remote_code=recipe.model.trust_remote_code
-    )
-    return load_samples(recipe.data, tokenizer, vocab)
-
-
-def _sinks(recipe: Recipe, run: RunDir, console: IO[str], steps: int) -> list[Sink]:
-    sinks: list[Sink] = [JsonlSink(run.metrics, run.summary)]
-    if recipe.metrics.console:
-        sinks.append(ConsoleSink(console, steps, recipe.metrics.every))
-    if recipe.metrics.wandb.mode != "disabled":
-        sinks.append(WandbSink(recipe.metrics.wandb, recipe.name, run.path))
-    return sinks
+    assert order.total is not None
+    return -(-order.total // order.global_batch)
 
 
 def _summary(
@@ -184,4 +223,5 @@ def _summary(
         "measured": {"step_seconds": recorder.typical_step_seconds(), "memory_bytes": max(peaks)},
         "memory_bytes_by_rank": peaks,
         "run_dir": str(run.path),
+        **observer.noise_summary(),
     }

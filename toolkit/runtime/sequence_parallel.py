@@ -58,6 +58,7 @@ class SequenceShare:
 
     def take(self, micro: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch; what attention must know of all tokens is kept here."""
+        assert micro.input_ids is not None, "images are not cut by sequence"
         batch, length = micro.input_ids.shape
         if length % self._group.ranks:
             raise SequenceRefused(f"{length} tokens can't be shared by {self._group.ranks} ranks")
@@ -83,11 +84,18 @@ class SequenceShare:
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         self._refuse(module, attention_mask, others)
-        heads = query.shape[1]
-        query, key, value = (self._to_heads(_repeated(t, heads)) for t in (query, key, value))
+        key, value = (self._divisible(tensor, query.shape[1]) for tensor in (key, value))
+        query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
         mask = self._allowed(query.shape[2], sliding_window, query.device)
         output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=key.shape[1] != query.shape[1],
         )
         return self._to_tokens(output).transpose(1, 2).contiguous(), None
 
@@ -116,6 +124,14 @@ class SequenceShare:
             allowed = allowed & (document[:, None, :, None] == document[:, None, None, :])
         return allowed
 
+    def _divisible(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
+        """Key/value heads as they are if every rank gets some, else once for every query head that uses them."""
+        return (
+            tensor
+            if tensor.shape[1] % self._group.ranks == 0
+            else tensor.repeat_interleave(heads // tensor.shape[1], 1)
+        )
+
     def _to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, heads, own tokens, width) → (batch, own heads, tokens, width)."""
         parts = torch.stack(tensor.chunk(self._group.ranks, 1))
@@ -140,8 +156,3 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(parts: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     return _Exchange.apply(parts, group)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Key/value heads once for every query head that uses them."""
-    return tensor.repeat_interleave(heads // tensor.shape[1], 1) if tensor.shape[1] != heads else tensor

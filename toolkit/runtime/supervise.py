@@ -25,8 +25,8 @@ GRACE_SECONDS = 1.5
 STARTUP_SECONDS = 3600.0
 """Time without progress before the first step ends (loading a model, joining, filling caches) that is a hang."""
 POLL_SECONDS = 0.05
-DUMP_SECONDS = 0.7
-"""Time for the stacks to reach the logs."""
+DUMP_SECONDS = 1.0
+"""Time for the stacks to reach the logs, at most."""
 
 
 class Process(Protocol):
@@ -59,9 +59,15 @@ def run_all(
     run: RunDir,
     hang_timeout_seconds: float = float("inf"),
     start: Callable[[Command], Process] = spawn,
+    *,
+    forget: bool = True,
 ) -> int:
-    """Start every command and wait; 0, or the exit code of the contract. Nothing that was started stays behind."""
-    shutil.rmtree(run.heartbeats, ignore_errors=True)
+    """Start every command and wait; 0, or the exit code of the contract. Nothing that was started stays behind.
+
+    With `forget` earlier beats are removed; several hosts that run one job must keep each other's.
+    """
+    if forget:
+        shutil.rmtree(run.heartbeats, ignore_errors=True)
     kills = verdict.oom_kills()
     processes: list[Process] = []
     try:
@@ -79,8 +85,7 @@ def run_all(
 
 def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
     """Until all have ended well (False) or one has failed (True); a hang raises `RankFailed`."""
-    beats: dict[int, Beat] = {}
-    since = looked = time.monotonic()
+    watch, looked = Watch(timeout), 0.0
     while True:
         codes = [process.poll() for process in processes]
         if any(codes):
@@ -88,14 +93,37 @@ def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
         if all(code == 0 for code in codes):
             return False
         if time.monotonic() - looked > heartbeat.BEAT_SECONDS / 2:
-            looked, now = time.monotonic(), heartbeat.read_all(run.heartbeats)
-            if heartbeat.moved(beats, now):
-                since = looked
-            beats = now
-        training = bool(beats) and all(beat.phase not in ("starting", "first step") for beat in beats.values())
-        if time.monotonic() - since > (timeout if training else max(timeout, STARTUP_SECONDS)):
-            raise RankFailed(_hang(beats, run, time.monotonic() - since))
+            looked = time.monotonic()
+            seconds = watch.look(heartbeat.read_all(run.heartbeats), looked)
+            if seconds:
+                raise RankFailed(_hang(watch.beats, run, seconds))
         time.sleep(POLL_SECONDS)
+
+
+class Watch:
+    """Tells a hang from the beats of all ranks: nobody gets anything done, or one rank does not even beat."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.beats: dict[int, Beat] = {}
+        self._timeout = timeout_seconds
+        self._moved_at: float | None = None
+        self._beat_at: dict[int, float] = {}
+
+    def look(self, now: dict[int, Beat], clock: float) -> float:
+        """Seconds that a hang has lasted; 0: there is none."""
+        if self._moved_at is None or heartbeat.moved(self.beats, now):
+            self._moved_at = clock
+        for rank, beat in now.items():
+            if rank not in self.beats or beat != self.beats[rank]:
+                self._beat_at[rank] = clock
+        self.beats = now
+        silent = [clock - at for rank, at in self._beat_at.items() if rank in now and now[rank].exit_code is None]
+        idle = clock - self._moved_at
+        # Loading, joining and the first step may take long, but a process that lives beats all the while.
+        training = bool(now) and all(beat.phase not in ("starting", "first step") for beat in now.values())
+        if idle > (self._timeout if training else max(self._timeout, STARTUP_SECONDS)):
+            return idle
+        return max([seconds for seconds in silent if seconds > self._timeout], default=0.0)
 
 
 def _hang(beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
@@ -107,9 +135,17 @@ def _hang(beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
         _send(beat.pid, signal.SIGUSR2)
         if rank in stopped:
             _send(beat.pid, signal.SIGCONT)  # a stopped process dumps only when it runs again
-    time.sleep(DUMP_SECONDS)
-    stacks = {rank: heartbeat.main_stack(verdict.log_since(run.log(rank), offsets[rank])) for rank in here}
+    deadline = time.monotonic() + DUMP_SECONDS
+    while time.monotonic() < deadline and not all(_stack(run, rank, offsets[rank]) for rank in here):
+        time.sleep(POLL_SECONDS)
+    time.sleep(POLL_SECONDS)  # for the last lines of the last one
+    stacks = {rank: _stack(run, rank, offsets[rank]) for rank in here}
     return verdict.hang_message(beats, stopped, stacks, run, seconds)
+
+
+def _stack(run: RunDir, rank: int, offset: int) -> str:
+    """What a rank's own thread has dumped into its log."""
+    return heartbeat.main_stack(verdict.log_since(run.log(rank), offset))
 
 
 @contextmanager

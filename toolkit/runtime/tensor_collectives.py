@@ -25,6 +25,12 @@ class TensorGroup:
         dist.all_reduce(total, group=self.group)
         return total
 
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the maximum over ranks."""
+        top = tensor.contiguous().clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        return top
+
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's tensor; all have one shape."""
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ranks)]

@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ToolkitError
 from toolkit.runtime import tensor_styles as styles
+from toolkit.runtime.engine import Loss, summed_loss
 from toolkit.runtime.shards import is_partial, layout_of
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_pairs import DIVIDED
 from toolkit.runtime.tensor_plan import tensor_styles
+from toolkit.runtime.vocabulary import VocabularyLoss, head_name
 
 Style = Callable[[Any, styles.Sharder], None]
 
@@ -35,15 +37,31 @@ STYLES: dict[str, Style] = {
 """transformers' names, and two of ours: `packed3_colwise` and `stored`; `_apply` knows two more."""
 
 
+GATHERED_HEADS = ("colwise_gather_output", "colwise_rep")
+
+
 class PartialGradients(ToolkitError):
     """Tensor ranks found different gradients for parameters that they all hold."""
 
     exit_code = 4
 
 
-def shard(model: PreTrainedModel, group: TensorGroup, owned: Callable[[str], bool] = lambda name: True) -> None:
-    """Cut a skeleton into this rank's shards; modules without an owned parameter stay whole."""
+def shard(
+    model: PreTrainedModel,
+    group: TensorGroup,
+    owned: Callable[[str], bool] = lambda name: True,
+    *,
+    sliced_logits: bool = False,
+) -> Loss:
+    """Cut a skeleton into this rank's shards; modules without an owned parameter stay whole. The loss of its logits."""
     plan, attention = tensor_styles(model, group.ranks)
+    head = head_name(model)
+    sliced_logits = sliced_logits and head is not None and plan.get(head) in GATHERED_HEADS
+    if head is not None and sliced_logits:
+        loss: Loss = VocabularyLoss(group, _outputs(model.get_submodule(head)))
+        plan[head] = "colwise"
+    else:
+        loss = summed_loss
     modules = dict(model.named_modules())
     sharder = styles.Sharder(model, group)
     named = {id(p): name for name, p in model.named_parameters()}
@@ -55,7 +73,9 @@ def shard(model: PreTrainedModel, group: TensorGroup, owned: Callable[[str], boo
         if name in modules and not styles.is_wrapped(modules[name]):
             _apply(model, modules[name], style, f"{name}." if name else "", chosen, sharder)
     for name in attention:
-        _divide_heads(modules[name], group.ranks)
+        if any(other.startswith(f"{name}.") for other in chosen):  # what another stage owns stays whole, heads too
+            _divide_heads(modules[name], group.ranks)
+    return loss
 
 
 def sum_partial_gradients(model: torch.nn.Module, group: TensorGroup) -> None:
@@ -148,6 +168,10 @@ def _apply(
         styles.latent_keys(module, sharder, model.config.get_text_config().qk_rope_head_dim)
     else:
         STYLES[style](module, sharder)
+
+
+def _outputs(linear: Any) -> int:
+    return styles.whole_shape(linear.weight)[styles.output_dim(linear)]
 
 
 def _divide_heads(module: torch.nn.Module, ranks: int) -> None:

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from toolkit.errors import LossNotFinite
-from toolkit.runtime.comm_timer import CommTimer
-from toolkit.runtime.data import Order, Samples, micro_batches, own_share
+from toolkit.noise_scale import NoiseScale, advice
+from toolkit.runtime.data import Samples
 from toolkit.runtime.distributed import gather_objects
 from toolkit.runtime.engine import Engine, StepResult
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import Record, Recorder
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """Which part of every global batch this rank computes."""
-
-    replica: int
-    replicas: int
-    micro_batch: int
+from toolkit.runtime.order import Order, own_share
+from toolkit.runtime.prefetch import Share, prefetched
+from toolkit.runtime.step_meter import StepMeter
+from toolkit.runtime.trace import Tracer
 
 
 class Keeper(Protocol):
@@ -40,14 +37,13 @@ def train(
     engine: Engine, samples: Samples, order: Order, share: Share, steps: range, observer: Observer, keeper: Keeper
 ) -> None:
     """One update for each of `steps`, counted from 0, on the recipe's samples."""
+    batches = prefetched(samples, order, share, steps)
     for step in steps:
         started = time.perf_counter()
-        ids = order.step(step)
-        batch = list(
-            micro_batches(samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch)
-        )
+        with observer.meter.part("data"):
+            ids, batch = next(batches)
         loaded = time.perf_counter()
-        with observer.memory.step(step + 1):
+        with observer.watching(step + 1):
             result = engine.step(batch)
         observer.record(step + 1, result, data_seconds=loaded - started, step_seconds=time.perf_counter() - started)
         observer.check(step + 1, result, own_share(ids, replica=share.replica, replicas=share.replicas))
@@ -83,34 +79,77 @@ class Observer:
     """Turns what a step did into a record, and stops the run when the loss is no number."""
 
     recorder: Recorder
-    comm: CommTimer
+    meter: StepMeter
     memory: MemoryMeter
     model_flops: float
     """FLOPs of a step by convention."""
+    hardware_flops: float
+    """The same with what is computed again."""
+    devices: int
     peak_flops: float
     """Of all devices."""
     guard: SpikeGuard
+    all_agree: bool
+    """Whether a bad loss is bad on every rank at once; not so with islands."""
     scales_loss: bool
     """Whether steps with overflowing gradients are part of the game (fp16)."""
+    saved: Callable[[], int]
+    """Newest checkpoint that is whole."""
+    tracer: Tracer
+    batches: tuple[int, int]
+    """Sequences of a micro-batch and of a step."""
+    noise: NoiseScale | None = None
+
+    @contextlib.contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Memory and operations of a step, counted from 1."""
+        self.tracer.before(step)
+        with self.memory.step(step):
+            yield
+        self.tracer.after(step)
 
     def record(self, step: int, result: StepResult, *, data_seconds: float, step_seconds: float) -> None:
         """One finished step."""
-        loss = float(result.loss)
-        self.recorder.log(
-            Record(
-                step=step,
-                loss=loss,
-                lr=result.lr,
-                grad_norm=result.grad_norm,
-                tokens=result.tokens,
-                step_seconds=step_seconds,
-                tokens_per_second=result.tokens / step_seconds,
-                mfu=self.model_flops / step_seconds / self.peak_flops,
-                memory_bytes=self.memory.peak_bytes,
-                comm_seconds=self.comm.take(),
-                data_seconds=data_seconds,
-            )
+        loss = float(result.loss)  # on an accelerator: the step is over
+        split, detail = self.meter.close(step), self.meter.detail(step)
+        rate = result.tokens / step_seconds
+        record = Record(
+            step=step,
+            loss=loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            step_seconds=step_seconds,
+            tokens_per_second=rate,
+            tokens_per_second_per_device=rate / self.devices,
+            mfu=self.model_flops / step_seconds / self.peak_flops,
+            hfu=self.hardware_flops / step_seconds / self.peak_flops,
+            memory_bytes=self.memory.peak_bytes,
+            memory_now_bytes=self.memory.now_bytes(),
+            comm_seconds=split.comm_seconds,
+            data_seconds=data_seconds,
+            time=split.time,
+            wall_seconds=split.wall_seconds,
+            parts=split.parts,
+            grad_sync_seconds=split.grad_sync_seconds,
+            skipped=int(result.skipped),
+            loss_scale=result.loss_scale,
+            noise_scale_sequences=self._noise_of(result),
+            checkpoint_step=self.saved(),
         )
+        self.recorder.log(replace(record, **detail.fields()) if detail else record)
+
+    def _noise_of(self, result: StepResult) -> float | None:
+        if self.noise is None or result.micro_square is None or not math.isfinite(result.grad_norm):
+            return None
+        micro, whole = self.batches
+        self.noise.add(result.micro_square, micro, result.grad_norm**2, whole)
+        return self.noise.sequences
+
+    def noise_summary(self) -> dict[str, Any]:
+        """What a run's summary says of its batch size."""
+        found = self.noise.sequences if self.noise else None
+        return {"noise_scale_sequences": found, "batch_advice": advice(found, self.batches[1])} if found else {}
 
     def check(self, step: int, result: StepResult, ids: np.ndarray) -> None:
         """Stop, on every rank alike, if loss or gradient is no number; no update was made of it."""
@@ -121,10 +160,11 @@ class Observer:
             self.guard.look(step, loss)
             return
         bad = result.own_faults is not None and float(result.own_faults) > 0
-        found = gather_objects((ids.tolist(), bad))
+        found = gather_objects((ids.tolist(), bad)) if self.all_agree else [(ids.tolist(), False)]
         culprits = [f"rank {rank} (samples {_few(own)})" for rank, (own, at_fault) in enumerate(found) if at_fault]
         what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
-        where = ", ".join(culprits) or f"no single rank; samples {_few([i for own, _ in found for i in own])}"
+        nobody = "no single rank" if self.all_agree else "an island"  # others may still train: they can't be asked
+        where = ", ".join(culprits) or f"{nobody}; samples {_few([i for own, _ in found for i in own])}"
         raise LossNotFinite(
             f"{what} at step {step}, from {where}; no update was made of it; lower train.lr, or look at these samples"
         )

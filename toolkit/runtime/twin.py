@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.proofs import Axes, Verdict
 from toolkit.recipe import Model
 from toolkit.runtime.data import IGNORE, MicroBatch
-from toolkit.runtime.engine import summed_loss
+from toolkit.runtime.engine import Loss, summed_loss
 from toolkit.runtime.model import build_model, fill, load_config, open_weights, skeleton
 from toolkit.runtime.pipeline_split import SplitRefused, analyse, find_layers
 from toolkit.runtime.pipeline_stage import Stage
@@ -29,6 +29,7 @@ from toolkit.runtime.shards import Layout, layout_of
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_parallel import shard, sum_partial_gradients
 from toolkit.runtime.tiny import VOCABULARY, tiny_config
+from toolkit.runtime.vocabulary import follows_head
 from toolkit.stages import even_bounds
 
 TOLERANCE = 1e-4
@@ -48,6 +49,9 @@ class ThreadGroup(SequenceGroup):
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor)).sum(0)
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(tensor)).amax(0)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._board[self.index] = tensor.detach()
@@ -70,15 +74,21 @@ def thread_groups(ranks: int) -> list[ThreadGroup]:
     return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
 
 
-def prove(section: Model, axes: Axes) -> Verdict:
-    """The verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
+def twin_of(section: Model, axes: Axes) -> Model:
+    """A small model of the same type and switches, with heads for all ranks."""
     heads = max(4, 2 * axes.tp, axes.sp)
     config = tiny_config(load_config(section), heads)
-    twin = Model(config=config, init="scratch", precision="fp32", attention=section.attention)
+    return Model(config=config, init="scratch", precision="fp32", attention=section.attention)
+
+
+def prove(section: Model, axes: Axes) -> Verdict:
+    """The verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
+    twin = twin_of(section, axes)
     try:
         kind, expected = _first_that_trains(twin)
     except Exception as error:
-        return Verdict(False, f"a small twin of {config['model_type']} does not train in one process: {_line(error)}")
+        name = (twin.config or {})["model_type"]
+        return Verdict(False, f"a small twin of {name} does not train in one process: {_line(error)}")
     try:
         return _compare(twin, axes, kind, expected)
     except (SplitRefused, SequenceRefused) as error:
@@ -91,10 +101,10 @@ def batches() -> list[MicroBatch]:
     """A full batch, and one padded on the right."""
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(3, VOCABULARY - 1, (2, 17), generator=generator)
-    full = MicroBatch(ids[:, :-1], ids[:, 1:])
-    mask = torch.ones_like(full.input_ids)
+    inputs, labels = ids[:, :-1], ids[:, 1:]
+    mask = torch.ones_like(inputs)
     mask[0, 10:] = 0
-    return [full, MicroBatch(full.input_ids * mask, full.labels.masked_fill(mask == 0, IGNORE), mask)]
+    return [MicroBatch(inputs, labels), MicroBatch(inputs * mask, labels.masked_fill(mask == 0, IGNORE), mask)]
 
 
 Gradients = dict[str, torch.Tensor]
@@ -137,8 +147,10 @@ def _whole(twin: Model, kind: torch.dtype) -> _Expected:
 def _compare(twin: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
         groups = thread_groups(axes.tp * axes.sp)
-        parts = [_parts(twin, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
-        shares = [_share(part[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)]
+        parts = [_part(twin, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
+        shares = [
+            _share(part.pieces[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)
+        ]
         with ThreadPoolExecutor(len(groups)) as pool:
             runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
             losses = [run.result() for run in runs]
@@ -146,8 +158,9 @@ def _compare(twin: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
         padded = " on padded data" if micro.attention_mask is not None else ""
         if abs(found - loss) > TOLERANCE * abs(loss):
             return Verdict(False, f"the loss{padded} is {found:.6f} on a small twin; the whole model's is {loss:.6f}")
-        together = [[part for rank in parts for part in rank]] if axes.sp > 1 else parts
-        wrong = sorted({name for part in together for name in _wrong(part, gradients)})
+        ranks = [part.pieces for part in parts]
+        together = [[piece for rank in ranks for piece in rank]] if axes.sp > 1 else ranks
+        wrong = sorted({name for pieces in together for name in _wrong(pieces, gradients)})
         if wrong:
             names = ", ".join(wrong[:3])
             return Verdict(
@@ -162,27 +175,34 @@ def _share(model: PreTrainedModel, group: ThreadGroup) -> SequenceShare:
     return share
 
 
-def _parts(twin: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> list[Any]:
-    """One tensor rank's part of the model: its stages, or the model itself."""
-    weights = open_weights(twin, SEED)
+@dataclass(frozen=True)
+class _Part:
+    """One tensor rank's part of the model."""
+
+    pieces: list[Any]
+    """Its stages, or the model itself."""
+    loss: Loss = summed_loss
+
+
+def _part(twin: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
+    weights, sliced = open_weights(twin, SEED), group is not None and follows_head(twin)
     if pp == 1:
         model = skeleton(twin)
-        if group:
-            shard(model, group)
+        loss = shard(model, group, sliced_logits=sliced) if group else summed_loss
         fill(model, weights)
-        return [_finished(model, group, kind)]
+        return _Part([_finished(model, group, kind)], loss)
     bounds = even_bounds(len(find_layers(skeleton(twin))[1]), pp)
     split = analyse(skeleton(twin), bounds)
     stages = []
     for index in range(pp):
         model = skeleton(twin)
-        if group:
-            shard(model, group, _owned_by(split.owners, index))
-        stage = Stage(model, split, index, kind)
+        owned = _owned_by(split.owners, index)
+        loss = shard(model, group, owned, sliced_logits=sliced) if group else summed_loss
+        stage = Stage(model, split, index, kind, loss)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
         _finished(model, group, kind)
         stages.append(stage)
-    return stages
+    return _Part(stages)
 
 
 def _owned_by(owners: Any, stage: int) -> Callable[[str], bool]:
@@ -203,14 +223,14 @@ def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
     return model.to(kind).train()
 
 
-def _run(parts: Sequence[Any], share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
+def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
     try:
         micro = share.take(micro) if share else micro
-        if not isinstance(parts[0], Stage):
-            loss = summed_loss(parts[0](**micro.inputs()).logits.double(), micro.labels)
+        if not isinstance(part.pieces[0], Stage):
+            loss = part.loss(part.pieces[0](**micro.inputs()).logits.double(), micro.labels)
         else:
             value: Any = None
-            for stage in parts:
+            for stage in part.pieces:
                 stage.feed([micro], 1.0)
                 value = stage(value)
             loss = value
@@ -248,8 +268,14 @@ def _line(error: BaseException) -> str:
 def main() -> int:
     """A process of its own: the question on standard input, the verdict on the last line of standard output."""
     question = json.load(sys.stdin)
-    section = Model(**{**question["model"], "lora": None})
-    print(json.dumps(asdict(prove(section, Axes(**question["axes"])))))
+    section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
+    if axes.tensor_by == "autotp":
+        from toolkit.runtime.autotp import try_autotp  # it stands on the coverage of types, and that on proofs
+
+        verdict = try_autotp(twin_of(section, axes), axes.tp)
+    else:
+        verdict = prove(section, axes)
+    print(json.dumps(asdict(verdict)))
     return 0
 
 

@@ -1,0 +1,212 @@
+"""Useful tokens a second of a whole run, against transformers.Trainer and TRL's SFTTrainer, in turns in one run.
+
+    pip install 'zero-toolkit[bench]'
+    python benchmarks/throughput.py [--rounds 3] [--steps 20]
+
+The same model, DeepSpeed config, documents and sequences a step in two processes each. Documents have log-normal
+lengths, scaled to the demo's sequence length. A token is useful if the loss counts its prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from toolkit.launch import free_port
+from toolkit.recipe_file import load_recipe
+from toolkit.resolve import resolve
+
+SEQ_LEN, DOCUMENTS, MEDIAN, SIGMA, PROCESSES, GLOBAL_BATCH, WARM_UP = 256, 4000, 44, 1.0, 2, 16, 4
+PEERS = ("trainer", "trl", "trl-wrapped")
+MODEL = {
+    "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264, "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Run every contestant in turn, and print ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--worker", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        peer(args.worker, args.work, args.steps)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        work = Path(directory)
+        prepare(work, args.steps)
+        rates: dict[str, list[float]] = {name: [] for name in ("toolkit", *PEERS)}
+        for number in range(args.rounds):
+            rates["toolkit"].append(own(work, number))
+            for name in PEERS:
+                rates[name].append(start(name, work, args.steps))
+            print(json.dumps({name: round(found[-1]) for name, found in rates.items()}), flush=True)
+    ours = statistics.median(rates["toolkit"])
+    for name in PEERS:
+        ratios = [a / b for a, b in zip(rates["toolkit"], rates[name], strict=True)]
+        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        print(f"toolkit / {name}: {ours / statistics.median(rates[name]):.2f} (by round: {shown})")
+
+
+def prepare(work: Path, steps: int) -> None:
+    """Documents, a tokenizer of bytes, a recipe, and the DeepSpeed config that all use."""
+    from toolkit.runtime.tokenizer_training import train_tokenizer
+
+    random = np.random.default_rng(0)
+    lengths = np.maximum(2, random.lognormal(np.log(MEDIAN), SIGMA, DOCUMENTS)).astype(int)
+    letters = np.array(list("abcdefghijklmnopqrstuvwxyz "))
+    texts = ["".join(random.choice(letters, length)) for length in lengths]
+    (work / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_tokenizer(str(work / "data.jsonl"), "text", 261, work / "tokenizer")
+    recipe = {
+        "name": "bench",
+        "model": {"config": MODEL, "precision": "fp32"},
+        "data": {
+            "path": str(work / "data.jsonl"), "tokenizer": str(work / "tokenizer"), "seq_len": SEQ_LEN,
+            "cache": str(work / "cache"),
+        },
+        "train": {"global_batch": GLOBAL_BATCH, "steps": steps, "schedule": "constant", "warmup": 0},
+        "strategy": {"name": "zero", "zero_stage": 1, "micro_batch": GLOBAL_BATCH // PROCESSES, "recompute": "none"},
+        "metrics": {"wandb": {"mode": "disabled"}},
+    }  # fmt: skip
+    (work / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    config = resolve(load_recipe(work / "recipe.yaml"), PROCESSES).deepspeed
+    (work / "deepspeed.json").write_text(json.dumps(config))
+
+
+def own(work: Path, number: int) -> float:
+    """Our own run."""
+    run = work / f"run-{number}"
+    command = [sys.executable, "-m", "toolkit", "train", str(work / "recipe.yaml"), "--nproc", str(PROCESSES)]
+    subprocess.run([*command, "--run-dir", str(run)], check=True, stdout=subprocess.DEVNULL)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    return sum(r["tokens"] for r in records) / sum(r["step_seconds"] for r in records)
+
+
+def start(name: str, work: Path, steps: int) -> float:
+    """A peer's run in as many processes."""
+    common = {
+        **os.environ, "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // PROCESSES)), "LOCAL_WORLD_SIZE": str(PROCESSES),
+        "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    command = [sys.executable, __file__, "--worker", name, "--work", str(work), "--steps", str(steps)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=(work / f"{name}-{rank}.log").open("w"),
+        )
+        for rank in range(PROCESSES)
+    ]
+    if any(process.wait() for process in processes):
+        print((work / f"{name}-0.log").read_text()[-3000:])
+        raise SystemExit(f"{name} failed")
+    return float((work / f"{name}.rate").read_text())
+
+
+def peer(name: str, work: Path, steps: int) -> None:
+    """One process of a peer."""
+    import importlib
+
+    import datasets
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # a minute of compiling for nothing
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // PROCESSES))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(work / "tokenizer"))
+    rows = datasets.load_dataset("json", data_files=str(work / "data.jsonl"), split="train", cache_dir=str(work))
+    ids = [[*found, tokenizer.eos_token_id][: SEQ_LEN + 1] for found in tokenizer(list(rows["text"]))["input_ids"]]
+    torch.manual_seed(0)
+    values = dict(MODEL)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        """Times the steps after the first ones, and counts what their losses count."""
+
+        def __init__(self) -> None:
+            self.started, self.tokens, self.seconds = 0.0, 0, 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == WARM_UP:
+                self.started, self.tokens = time.perf_counter(), 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.seconds = time.perf_counter() - self.started
+
+    clock = Clock()
+    trainer = make_peer(name, work, steps, model, tokenizer, ids, [clock])
+    loss = trainer.compute_loss
+
+    def counting(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        clock.tokens += int((inputs["labels"][:, 1:] != -100).sum())
+        return loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = counting
+    trainer.train()
+    tokens = torch.tensor(clock.tokens)
+    torch.distributed.all_reduce(tokens)
+    if os.environ["RANK"] == "0":
+        (work / f"{name}.rate").write_text(str(int(tokens) / clock.seconds))
+
+
+def make_peer(
+    name: str, work: Path, steps: int, model: Any, tokenizer: Any, ids: list[list[int]], callbacks: list[Any]
+) -> Any:
+    """The peer's trainer, as its documentation sets it up."""
+    import datasets
+    from transformers import Trainer, TrainingArguments
+
+    config = json.loads((work / "deepspeed.json").read_text())
+    common = {
+        "output_dir": str(work / name), "max_steps": steps, "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
+        "learning_rate": 3e-4, "lr_scheduler_type": "constant", "deepspeed": config, "use_cpu": True,
+        "report_to": "none", "save_strategy": "no", "logging_steps": 10, "disable_tqdm": True,
+    }  # fmt: skip
+    if name.startswith("trl"):
+        from trl import SFTConfig, SFTTrainer
+
+        strategy = "wrapped" if name == "trl-wrapped" else "bfd"  # one stream of text, or TRL's default
+        arguments = SFTConfig(
+            **common,
+            packing=True,
+            packing_strategy=strategy,
+            max_length=SEQ_LEN,
+            bf16=False,
+            gradient_checkpointing=False,
+        )
+        return SFTTrainer(
+            model=model,
+            args=arguments,
+            train_dataset=datasets.Dataset.from_dict({"input_ids": ids}),
+            processing_class=tokenizer,
+            callbacks=callbacks,
+        )
+    padded = [document[:SEQ_LEN] + [tokenizer.pad_token_id] * (SEQ_LEN - len(document)) for document in ids]
+    masks = [[1] * min(len(d), SEQ_LEN) + [0] * (SEQ_LEN - len(d)) for d in ids]
+    labels = [
+        [t if m else -100 for t, m in zip(row, mask, strict=True)] for row, mask in zip(padded, masks, strict=True)
+    ]
+    rows = datasets.Dataset.from_dict({"input_ids": padded, "attention_mask": masks, "labels": labels})
+    return Trainer(model=model, args=TrainingArguments(**common), train_dataset=rows, callbacks=callbacks)
+
+
+if __name__ == "__main__":
+    main()

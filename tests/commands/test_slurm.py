@@ -1,0 +1,53 @@
+"""An emitted sbatch script in a real Slurm: it trains, is preempted, is queued again, goes on, and completes."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launching_page
+from tests.conftest import Trainer
+from tests.slurm import Slurm, why_not
+from toolkit import heartbeat
+from toolkit.recipe_file import dump_recipe, make_recipe
+
+reason = why_not()
+pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
+OVERRIDES = ("strategy={name: zero, zero_stage: 2}", "train.steps=200", "checkpoint.every=100000")
+
+
+def test_a_job_is_preempted_queued_again_and_completes(
+    recipe_mapping: dict[str, Any], tmp_path: Path, train: Trainer
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(make_recipe(recipe_mapping, OVERRIDES)))
+    out = tmp_path / "slurm-job"
+    with Slurm(tmp_path / "slurm") as slurm:
+        page = launching_page.environment()
+        env = {**page, **slurm.env, "PATH": f"{page['PATH']}:{slurm.env['PATH']}"}
+        emit, submit = launching_page.commands("Slurm")
+        launching_page.run(emit, tmp_path, env)
+        number = launching_page.run(submit, tmp_path, env)[1].split()[-1]
+        run = out / "runs" / f"job-{number}"
+        at_step(slurm, number, run, 3)
+        slurm.run("scancel", "--signal=USR1", number)  # as --signal=USR1@120 does before the time limit
+        job = slurm.wait(number, "COMPLETED")
+    assert job["Restarts"] == "1"
+    log = (out / f"tiny-{number}.out").read_text()
+    assert "Traceback" not in log, log
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 201))
+    assert [record["loss"] for record in records] == train(*OVERRIDES).losses
+
+
+def at_step(slurm: Slurm, number: str, run: Path, step: int) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        beats = heartbeat.read_all(run / "heartbeats")
+        if len(beats) == 2 and all(beat.step >= step for beat in beats.values()):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the job never trained: {slurm.job(number)}")

@@ -1,0 +1,66 @@
+"""Islands on real processes: one step with averaging is synchronous training; more drift, and come together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.conftest import Trainer
+from tests.runtime.parallel import ONE, SGD, model, run
+from tests.runtime.test_checkpoint import assert_equal
+from toolkit import checkpoint_store as store
+from toolkit.parity import largest_difference
+from toolkit.plan import Plan
+
+EVERY_STEP = Plan(strategy="local_sgd", islands=2, micro_batch=2, precision="fp32")
+AXES = ("strategy.name=local_sgd", "strategy.islands=2")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_local_step_with_averaging_is_synchronous_sgd(stage: int) -> None:
+    """Without clipping, which would work on other gradients."""
+    plain = replace(SGD, grad_clip=0.0, lr=0.1)
+    plan = replace(EVERY_STEP, dp=2, micro_batch=1, zero_stage=stage, zero_group=2 if stage else 1)
+    section = model("llama")
+    assert largest_difference(run(section, ONE, plain).loss, run(section, plan, plain).loss) <= 1e-6
+
+
+def test_islands_drift_and_come_together(train: Trainer) -> None:
+    base = ("train.steps=12", "strategy.zero_stage=1")
+    apart = train(*base, *AXES, "strategy.local_steps=4", nproc=4)
+    synchronous = train(*base, "strategy.name=zero", nproc=4)
+    assert 1e-6 < largest_difference(synchronous.losses, apart.losses) < 0.05
+    assert apart.losses[-1] < apart.losses[0]
+
+
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_round_s_end_is_saved_and_goes_on_bit_by_bit(train: Trainer, tmp_path: Any, outer: str, stage: int) -> None:
+    base = (
+        "train.steps=12",
+        "checkpoint.every=4",
+        "checkpoint.keep=9",
+        f"strategy.zero_stage={stage}",
+        "strategy.local_steps=2",
+        f"train.outer={{optimizer: {outer}}}",
+        *AXES,
+    )
+    origin = train(*base, nproc=4, into=tmp_path / "origin")
+    saved = store.path_of(origin.run.checkpoints, 4)
+    done = train(*base, f"checkpoint.resume={saved}", nproc=4)
+    assert origin.losses[4:] == done.losses
+    assert_equal(store.path_of(origin.run.checkpoints, 12), store.path_of(done.run.checkpoints, 12))
+
+
+def test_synchronous_training_goes_on_from_islands_and_back(train: Trainer, tmp_path: Any) -> None:
+    base = ("train.steps=8", "checkpoint.every=4", "checkpoint.keep=9")
+    islands = train(*base, *AXES, "strategy.local_steps=4", nproc=2, into=tmp_path / "islands")
+    saved = store.path_of(islands.run.checkpoints, 4)
+    alone = train(*base, "strategy.name=data_parallel", f"checkpoint.resume={saved}", nproc=1)
+    assert len(alone.losses) == 4
+    again = store.path_of(alone.run.checkpoints, 8)
+    more = ("train.steps=12", f"checkpoint.resume={again}")
+    back = train(*base, *AXES, "strategy.local_steps=4", *more, nproc=2)
+    assert len(back.losses) == 4

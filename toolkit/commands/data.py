@@ -1,0 +1,129 @@
+"""`toolkit data`: look at the data before training."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from toolkit import launch
+from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
+from toolkit.preflight import check
+from toolkit.recipe import Recipe
+
+if TYPE_CHECKING:
+    from toolkit.runtime.loaded import Loaded
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    add_recipe_arguments(parser, nproc=False)
+    parser.add_argument("--steps", type=positive, default=3, metavar="K", help="steps to list (default 3)")
+    parser.add_argument(
+        "--world", type=positive, metavar="N", help="also show how N data-parallel replicas share each step"
+    )
+    parser.add_argument("--samples", type=int, default=2, metavar="M", help="decoded samples to show (default 2)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what a run of the recipe would train on."""
+    console = Console(stderr=args.json)
+    recipe = check(read_recipe(args), launch.environment(), console.print)
+    with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
+        from toolkit.runtime.load import load_data
+        from toolkit.runtime.takes import takes
+
+        loaded = load_data(recipe, takes(recipe.model), terminal=console.file)
+    steps = step_ids(recipe, loaded, args.steps, args.world)
+    if args.json:
+        print(json.dumps(summary(loaded) | {"steps": steps}))
+        return 0
+    _show(console, loaded, steps)
+    for number in range(min(args.samples, len(loaded.train))):
+        _show_sample(console, loaded, number)
+    return 0
+
+
+def summary(loaded: Loaded) -> dict[str, Any]:
+    """The numbers of the contract, and a few more."""
+    return {
+        "documents": loaded.documents,
+        "tokens": loaded.tokens,
+        "useful_fraction": loaded.useful_fraction,
+        "samples": len(loaded.train),
+        "held_out_samples": len(loaded.held_out) if loaded.held_out is not None else 0,
+        "notes": list(loaded.notes),
+    }
+
+
+def step_ids(recipe: Recipe, loaded: Loaded, steps: int, world: int | None) -> list[dict[str, Any]]:
+    """Sample ids of the first steps, the same for every world size; with a world also each replica's."""
+    from toolkit.runtime.order import PAST_END, own_share
+
+    order = loaded.order(recipe, recipe.train.global_batch)
+    last = -(-order.total // order.global_batch) if order.total is not None else recipe.train.steps
+    found = []
+    for step in range(min(steps, last or steps)):
+        ids = order.step(step)
+        entry: dict[str, Any] = {"step": step + 1, "sample_ids": [int(i) for i in ids if i != PAST_END]}
+        if world:
+            shares = [own_share(ids, replica=replica, replicas=world) for replica in range(world)]
+            entry["replicas"] = [[int(i) for i in share if i != PAST_END] for share in shares]
+        found.append(entry)
+    return found
+
+
+def _show(console: Console, loaded: Loaded, steps: list[dict[str, Any]]) -> None:
+    numbers = summary(loaded)
+    console.print(
+        f"{numbers['documents']:,} documents · {numbers['tokens']:,} tokens · {numbers['samples']:,} samples · "
+        f"{numbers['held_out_samples']:,} held out · {numbers['useful_fraction']:.2%} of positions useful",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for note in loaded.notes:
+        console.print(note, highlight=False)
+    for step in steps:
+        ids = ", ".join(map(str, step["sample_ids"][:16])) + (" …" if len(step["sample_ids"]) > 16 else "")
+        console.print(f"step {step['step']}: samples {ids}", highlight=False)
+
+
+def _show_sample(console: Console, loaded: Loaded, number: int) -> None:
+    """One sample as text: what the loss counts is bright, the rest is dim."""
+    import numpy as np
+
+    from toolkit.runtime.data import IGNORE
+
+    micro = loaded.train.batch(np.array([number]))
+    counted = micro.counted
+    console.rule(f"sample {number}: {counted} of {micro.shape[-1]} predictions count")
+    if micro.input_ids is None or loaded.tokenizer is None:
+        console.print(f"image {tuple(micro.shape[1:])}, class {int(micro.labels[0])}", highlight=False)
+        return
+    if micro.labels.dim() == 1 or micro.decoder_input_ids is not None:
+        kept = micro.input_ids[0][micro.attention_mask[0] == 1] if micro.attention_mask is not None else micro.input_ids
+        console.print(Text(loaded.tokenizer.decode(kept.flatten().tolist())))
+        wanted = micro.labels[0]
+        shown = int(wanted) if wanted.dim() == 0 else loaded.tokenizer.decode(wanted[wanted != IGNORE].tolist())
+        console.print(f"→ {shown}", highlight=False, markup=False)
+        return
+    console.print(_marked(loaded, micro.input_ids[0].tolist(), micro.labels[0].tolist(), IGNORE))
+
+
+def _marked(loaded: Loaded, ids: list[int], labels: list[int], ignored: int) -> Text:
+    """Runs of tokens that count, or do not; a token counts if its prediction does."""
+    assert loaded.tokenizer is not None
+    flags = [False, *(label != ignored for label in labels[:-1])]
+    text, start = Text(), 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or flags[place] != flags[start]:
+            part = loaded.tokenizer.decode(ids[start:place])
+            text.append(part, style="bold" if flags[start] else "dim")
+            start = place
+    return text

@@ -1,0 +1,136 @@
+"""`--hostfile`: training on many hosts, through ssh or through DeepSpeed's own launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from toolkit import launch
+from toolkit.cluster_reader import check_here, of_nodes
+from toolkit.errors import BadInput
+from toolkit.hostfile import Host, even_slots, read_hostfile
+from toolkit.recipe import Recipe
+from toolkit.resolve import Resolved
+from toolkit.run_dir import RunDir
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
+"""What pdsh may hand to the shells of other hosts as it is."""
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """--hostfile, --include and --exclude."""
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="F", help="train on these hosts (`NAME slots=N` a line), reached by ssh"
+    )
+    parser.add_argument(
+        "--include", default="", metavar="HOSTS", help="only these of the hostfile: HOST@HOST:SLOT,SLOT"
+    )
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="all of the hostfile but these")
+
+
+def read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts to train on; none: this one."""
+    if args.hostfile is None:
+        given = [option for option in ("include", "exclude") if getattr(args, option)]
+        if given:
+            raise BadInput(f"--{given[0]}", "chooses from a hostfile; give --hostfile, too")
+        return ()
+    if args.nproc is not None:
+        raise BadInput("--nproc", "excludes --hostfile, whose slots say how many processes; choose some with --include")
+    return read_hostfile(args.hostfile, args.include, args.exclude)
+
+
+def on_hosts(recipe: Recipe, hosts: Sequence[Host]) -> Recipe:
+    """The recipe with the hosts as its cluster."""
+    if not hosts:
+        return recipe
+    return replace(recipe, cluster=of_nodes(recipe.cluster, len(hosts), even_slots(hosts)))
+
+
+def planned_commands(
+    launcher: str, path: Path, nproc: int, backend: str, hosts: Sequence[Host]
+) -> dict[str, list[launch.Command]]:
+    """What would be started, by host; on many hosts the first one chooses the port when it comes to it."""
+    if not hosts:
+        return {"this host": launch.commands(launcher, path, nproc, backend)}
+    each, port = len(hosts[0].slots), launch.free_port()
+    nodes = [
+        launch.Node(processes=each, port=port, address=hosts[0].name, index=index, count=len(hosts))
+        for index in range(len(hosts))
+    ]
+    if launcher == "deepspeed":
+        return {"this host": [launch.deepspeed_fleet(path.resolve(), hosts, nodes[0], backend)]}
+    return {
+        host.name: launch.commands(launcher, path.resolve(), each, backend, node)
+        for host, node in zip(hosts, nodes, strict=True)
+    }
+
+
+def launch_run(
+    resolved: Resolved, path: Path, launcher: str, hosts: Sequence[Host], console: Console, *, go_on: bool
+) -> int:
+    """Check where the run goes to, write its directory, start the workers, watch them."""
+    backend, timeout = resolved.job.cluster.device.backend, resolved.recipe.train.hang_timeout_seconds
+    processes = resolved.chosen.plan.devices
+    if launcher == "accelerate" and resolved.chosen.plan.pp > 1:
+        what = "accelerate has no pipeline; use --launcher local, deepspeed or torchrun, or fix strategy.pp=1"
+        raise BadInput("--launcher", what)
+    if hosts and launcher == "deepspeed":
+        _check_pdsh(path)
+    from toolkit.runtime.fleet import Fleet
+    from toolkit.runtime.supervise import run_all
+
+    with Fleet(hosts) if hosts else nullcontext() as fleet:
+        if fleet is None:
+            check_here(resolved.job.cluster)
+        else:
+            fleet.check(backend)
+        run = resolved.write(path, go_on=go_on)
+        resolved.write_accelerate(run)
+        console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
+        if fleet is not None and launcher != "deepspeed":
+            return fleet.run(launcher, run, backend, timeout)
+        node = fleet.node(0) if fleet else None
+    if node is None:
+        commands = launch.commands(launcher, run.path, processes, backend)
+    else:
+        commands = [launch.deepspeed_fleet(run.path.resolve(), hosts, node, backend)]
+        _write_deepspeed_files(run, hosts, commands[0], console)
+    return run_all(commands, run, timeout)
+
+
+def _check_pdsh(path: Path) -> None:
+    if shutil.which("pdsh") is None:
+        what = "deepspeed needs pdsh for many hosts; install it (apt-get install pdsh), or leave --launcher out"
+        raise BadInput("--launcher", what)
+    for place in (path.resolve(), Path.cwd()):
+        if not _PLAIN.fullmatch(str(place)):
+            what = f"deepspeed hands {str(place)!r} to shells as it is; use a plain path, or leave --launcher out"
+            raise BadInput("--launcher", what)
+
+
+def _write_deepspeed_files(run: RunDir, hosts: Sequence[Host], command: launch.Command, console: Console) -> None:
+    """Hosts and settings for DeepSpeed's launcher, which writes settings into command lines: so no secret is passed."""
+    exports = launch.exported(launch.environment(command))
+    secret = [name for name in exports if launch.is_secret(name)]
+    odd = [name for name, value in exports.items() if name not in secret and not _PLAIN.fullmatch(value)]
+    lines = [f"{name}={value}\n" for name, value in exports.items() if name not in (*secret, *odd)]
+    run.path.joinpath("hostfile").write_text(
+        "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in hosts), encoding="utf-8"
+    )
+    with open(run.path / "deepspeed_env", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.writelines(lines)
+    if secret or odd:
+        console.print(
+            f"not passed on to other hosts, because deepspeed puts settings on command lines: "
+            f"{', '.join([*secret, *odd])}; log in there (`hf auth login`, `wandb login`), or leave --launcher out",
+            highlight=False,
+        )

@@ -1,0 +1,58 @@
+"""Secrets out of what leaves the run directory: tokens and passwords by the key's name, the value's form, or both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from toolkit.secrets_guard import SHAPES
+
+HIDDEN = "(hidden)"
+_SECRET_NAME = re.compile(
+    r"(^|[_\-.])(token|pwd|auth|(api_?key|access_?key|secret|password|passwd|credential|private_?key)s?)($|[_\-.])",
+    re.IGNORECASE,
+)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+_KEYS = re.compile(r"\bsk-[A-Za-z0-9_-]{16,}|\bxox[a-z]-[A-Za-z0-9-]{10,}|\bwandb_v\d_\w{16,}|\b[0-9a-f]{40}\b")
+"""Keys of services that recipes have no business with; W&B's old ones are 40 hexadecimal digits."""
+_SHORTEST = 6
+"""Shorter values of secret variables are words like `true`, not secrets."""
+
+
+def secrets_in(env: Mapping[str, str]) -> frozenset[str]:
+    """Values of environment variables that are named like secrets."""
+    return frozenset(value for name, value in env.items() if _is_secret_name(name) and len(value) >= _SHORTEST)
+
+
+def redact(tree: Any, secrets: Iterable[str] = ()) -> Any:
+    """The same tree of mappings and lists with secrets replaced; `secrets` are hidden wherever they stand."""
+    known = sorted(secrets, key=len, reverse=True)
+    return _redact(tree, known)
+
+
+def _redact(tree: Any, known: list[str]) -> Any:
+    if isinstance(tree, Mapping):
+        return {
+            redact_text(str(key), known): HIDDEN
+            if isinstance(value, str) and _is_secret_name(str(key))
+            else _redact(value, known)
+            for key, value in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return [_redact(item, known) for item in tree]
+    return redact_text(tree, known) if isinstance(tree, str) else tree
+
+
+def redact_text(text: str, known: Iterable[str] = ()) -> str:
+    """Secrets inside a text, by their form or because they are known."""
+    for secret in known:
+        text = text.replace(secret, HIDDEN)
+    text = _USER_IN_URL.sub(f"{HIDDEN}@", text)
+    for shape in (_KEYS, *SHAPES.values()):
+        text = shape.sub(HIDDEN, text)
+    return text
+
+
+def _is_secret_name(name: str) -> bool:
+    return _SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)) is not None

@@ -1,0 +1,121 @@
+"""What the report says of runs, as plain data: the same for the terminal and the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import yaml
+
+from toolkit.comparison import Row, compare
+from toolkit.redact import redact
+from toolkit.reports.reader import Run, settled
+
+GIB = 2**30
+MIB = 2**20
+
+
+def facts(run: Run) -> dict[str, str]:
+    """The run in a few lines."""
+    loss, rest = run.scalars["loss"], settled(len(run.steps))
+    known = loss[~np.isnan(loss)]
+    lowest = f"{known.min():.4f} at step {int(run.steps[int(np.nanargmin(loss))])}" if len(known) else "–"
+    found = {
+        "status": str(run.summary.get("status", "running, or ended without a word")),
+        "steps": f"{int(run.steps[-1]):,}",
+        "loss": f"{loss[0]:.4f} → {loss[-1]:.4f}, lowest {lowest}",
+        "tokens": f"{int(np.nansum(run.scalars['tokens'])):,}",
+        "time": duration(float(np.nansum(_wall(run)))),
+        "step time": f"{milliseconds(_median(run, 'step_seconds', rest))} (median)",
+        "tokens/s": f"{_median(run, 'tokens_per_second', rest):,.0f} (median)",
+        "MFU / HFU": f"{_median(run, 'mfu', rest):.1%} / {_median(run, 'hfu', rest):.1%}",
+        "memory": size(float(max(memory_by_rank(run) or [np.nanmax(run.scalars["memory_bytes"])]))),
+        "skipped steps": f"{int(np.nansum(run.scalars['skipped'])):,}",
+    }
+    return {key: value.replace("nan%", "–") for key, value in found.items()}
+
+
+def plan_words(run: Run) -> str:
+    """The plan in a line."""
+    plan = run.plan
+    axes = [f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp", "sp", "ep") if plan.get(axis, 1) > 1]
+    stage = [f"ZeRO {plan['zero_stage']}"] if plan.get("zero_stage") else []
+    micro = [f"micro {plan['micro_batch']} × {plan['grad_accum']}"] if "micro_batch" in plan else []
+    return " · ".join([str(plan.get("strategy", "no plan.json")), *axes, *stage, *micro])
+
+
+def rows(run: Run) -> list[Row]:
+    """Predicted against measured, by part."""
+    return compare(run.plan.get("time", {}), run.mean_parts())
+
+
+def step_ratio(run: Run) -> tuple[float | None, float]:
+    """Predicted and measured seconds of a step."""
+    predicted = run.plan.get("time", {}).get("total")
+    return predicted, _median(run, "step_seconds", settled(len(run.steps)))
+
+
+def memory_by_rank(run: Run) -> list[int]:
+    """Peak of each rank, once the run has ended."""
+    return [int(size) for size in run.summary.get("memory_bytes_by_rank", [])]
+
+
+def collectives(run: Run) -> list[dict[str, Any]]:
+    """One row a kind of collective and axis: calls, bytes and seconds of one step on rank 0."""
+    return [{"name": name, **values} for name, values in run.last_detail.get("collectives", {}).items()]
+
+
+def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Recipe keys whose values are not the same in all runs."""
+    flat = [flatten(recipe(run)) for run in runs]
+    keys = sorted({key for one in flat for key in one})
+    return [(key, [str(one.get(key, "–")) for one in flat]) for key in keys if len({str(f.get(key)) for f in flat}) > 1]
+
+
+def recipe(run: Run) -> dict[str, Any]:
+    """The run's recipe without secrets."""
+    found = redact(yaml.safe_load(run.recipe) or {})
+    return found if isinstance(found, dict) else {}
+
+
+def flatten(tree: Any, path: str = "") -> dict[str, Any]:
+    """Key paths of a mapping of mappings."""
+    if not isinstance(tree, Mapping) or not tree:
+        return {path: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= flatten(value, f"{path}.{key}" if path else str(key))
+    return found
+
+
+def _wall(run: Run) -> np.ndarray:
+    wall = run.scalars["wall_seconds"]
+    return np.where(np.isnan(wall), run.scalars["step_seconds"], wall)
+
+
+def _median(run: Run, name: str, rest: slice) -> float:
+    values = run.scalars[name][rest]
+    return float("nan") if np.isnan(values).all() else float(np.nanmedian(values))
+
+
+def size(value: float) -> str:
+    """Bytes for people."""
+    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.1f} MiB"
+
+
+def milliseconds(value: float) -> str:
+    """Seconds of a step for people."""
+    if math.isnan(value):
+        return "–"
+    return f"{value:.2f} s" if value >= 10 else f"{value * 1000:.1f} ms"
+
+
+def duration(seconds: float) -> str:
+    """Seconds of a run for people."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {left} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,130 @@
+"""`toolkit report` on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from toolkit.parts import PARTS
+from toolkit.reports import figures
+from toolkit.reports.figures import milliseconds, size
+from toolkit.reports.reader import Run
+
+SPARKS = "▁▂▃▄▅▆▇█"
+WIDTH = 60
+SHOWN_EVENTS = 12
+
+
+def show(runs: Sequence[Run], console: Console) -> None:
+    """One run in full, or several side by side."""
+    if len(runs) == 1:
+        _one(runs[0], console)
+    else:
+        _several(runs, console)
+
+
+def _one(run: Run, console: Console) -> None:
+    console.rule(f"[bold]{escape(run.name)}")
+    console.print(figures.plan_words(run), highlight=False)
+    console.print(f"loss {spark(run)}", highlight=False)
+    for key, value in figures.facts(run).items():
+        console.print(f"{key:>14}  {value}", highlight=False)
+    for table in (_predictions(run), _parts(run), _memory(run), _ranks(run), _collectives(run)):
+        if table.row_count:
+            console.print(table)
+    if run.summary.get("explanation"):
+        console.print(run.summary["explanation"], highlight=False, markup=False)
+    for rank, (times, seconds) in run.stragglers.items():
+        console.print(f"straggler: rank {rank}, named {times} times, {milliseconds(seconds)} late", highlight=False)
+    for event in run.events[-SHOWN_EVENTS:]:
+        console.print(f"step {event.get('step', '?'):>7}  {event.get('text', '')}", highlight=False, markup=False)
+
+
+def spark(run: Run) -> str:
+    """The loss as a line of blocks."""
+    loss = [value for value in run.scalars["loss"].tolist() if value == value]
+    chunks = [loss[i * len(loss) // WIDTH : (i + 1) * len(loss) // WIDTH] for i in range(WIDTH)]
+    means = [sum(chunk) / len(chunk) for chunk in chunks if chunk]
+    if not means:
+        return ""
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(SPARKS[round((value - low) / span * (len(SPARKS) - 1))] for value in means)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table
+
+
+def _predictions(run: Run) -> Table:
+    table = _table("predicted against measured", "part of a step", "predicted", "measured", "measured / predicted")
+    predicted, measured = figures.step_ratio(run)
+    for row in figures.rows(run):
+        ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.words, milliseconds(row.predicted), milliseconds(row.measured), ratio)
+    if predicted:
+        table.add_section()
+        table.add_row("step", milliseconds(predicted), milliseconds(measured), f"{measured / predicted:.2f}")
+    return table
+
+
+def _parts(run: Run) -> Table:
+    table = _table("where a step's time goes (rank 0)", "part", "a step", "share")
+    means = run.mean_parts()
+    total = sum(means.values()) or 1.0
+    for name, words in PARTS.items():
+        if means.get(name):
+            table.add_row(words, milliseconds(means[name]), f"{means[name] / total:.1%}")
+    return table
+
+
+def _memory(run: Run) -> Table:
+    predicted = run.plan.get("memory", {}).get("total")
+    table = _table(f"peak memory by rank{f', predicted {size(predicted)}' if predicted else ''}", "rank", "peak", "/")
+    for rank, peak in enumerate(figures.memory_by_rank(run)[:16]):
+        table.add_row(str(rank), size(peak), f"{peak / predicted:.2f}" if predicted else "–")
+    return table
+
+
+def _ranks(run: Run) -> Table:
+    table = _table("over ranks, at the last detailed step", "", "smallest", "mean", "largest")
+    for name, stats in run.ranks.items():
+        last = {key: values[-1] for key, values in stats.items()}
+        words = size if name.endswith("_bytes") else milliseconds if name.endswith("_seconds") else "{:.1f}".format
+        table.add_row(
+            name.replace("_seconds", "").replace("_bytes", "").replace("_", " "),
+            f"{words(last['min'])} (rank {last['min_rank']:.0f})",
+            words(last["mean"]),
+            f"{words(last['max'])} (rank {last['max_rank']:.0f})",
+        )
+    return table
+
+
+def _collectives(run: Run) -> Table:
+    table = _table("collectives of a step (rank 0)", "kind", "calls", "sent", "held the rank for")
+    for row in figures.collectives(run):
+        table.add_row(row["name"], str(row["calls"]), size(row["bytes"]), milliseconds(row["seconds"]))
+    return table
+
+
+def _several(runs: Sequence[Run], console: Console) -> None:
+    table = Table(title=f"{len(runs)} runs")
+    table.add_column("")
+    for run in runs:
+        table.add_column(escape(run.name), justify="right", overflow="fold")
+    table.add_row("plan", *(figures.plan_words(run) for run in runs))
+    table.add_row("loss curve", *(spark(run)[::3] for run in runs))
+    found = [figures.facts(run) for run in runs]
+    for key in found[0]:
+        table.add_row(key, *(one[key] for one in found))
+    console.print(table)
+    differing = _table("what differs in the recipes", "key", *(escape(run.name) for run in runs))
+    for key, values in figures.differing_keys(runs):
+        differing.add_row(key, *map(escape, values))
+    if differing.row_count:
+        console.print(differing)
