@@ -14,7 +14,7 @@ from toolkit.runtime.engine import ReplicaEngine
 from toolkit.runtime.pool import enter_worker
 
 SLOW_FROM_STEP = 8
-RATE = "100mbit"
+RATE = "25mbit"
 PREFIX = "tkslow"
 
 

@@ -22,8 +22,9 @@ def test_a_slow_link_shows_as_gradient_sync(train: Trainer) -> None:
         done = train("strategy.name=zero", "strategy.zero_stage=2", "train.steps=24", *WIDER, enter=enter)
     fast = done.records[2 : slow_link.SLOW_FROM_STEP - 1]
     slow = done.records[slow_link.SLOW_FROM_STEP :]
-    assert share(slow) > 2 * share(fast)
-    assert share(slow) > 0.3
+    assert sync_seconds(slow) > 3 * sync_seconds(fast)
+    assert share(slow) > share(fast)
+    assert share(slow) > 0.5
     explanation = done.summary["explanation"]
     assert "gradient sync" in explanation
     assert "link of rank" in explanation
@@ -32,3 +33,7 @@ def test_a_slow_link_shows_as_gradient_sync(train: Trainer) -> None:
 
 def share(records: list[dict[str, Any]]) -> float:
     return statistics.median(record["parts"]["grad_sync"] / record["wall_seconds"] for record in records)
+
+
+def sync_seconds(records: list[dict[str, Any]]) -> float:
+    return statistics.median(record["parts"]["grad_sync"] for record in records)
