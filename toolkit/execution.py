@@ -80,6 +80,9 @@ class Execution:
     lora_rank: int = 0
     islands: int = 1
     local_steps: int = 1
+    exchange_bits: int = 32
+    exchange_hidden: bool = False
+    exchange_states: int = 1
     drops_gradients: bool = False
     """Whether gradients are freed after each update, as DeepSpeed does, or live in buffers for good (Megatron)."""
     master_weights: bool = True
@@ -151,7 +154,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
-        islands=plan.islands, local_steps=plan.local_steps,
+        islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
+        exchange_hidden=work.exchange_hidden, exchange_states=work.exchange_states,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from toolkit.cluster_reader import read_cluster
 from toolkit.errors import BadInput, Problem
 from toolkit.model_spec import ModelSpec, load_model_config
 from toolkit.plan import Job, Workload
-from toolkit.recipe import Model, Recipe
+from toolkit.recipe import Model, Outer, Recipe
 from toolkit.resources import CONFIGS
 from toolkit.task_spec import image_tokens, task_spec
 
@@ -28,6 +28,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             flash_attention=recipe.model.attention != "eager",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             grad_clip=recipe.train.grad_clip,
+            **_exchange(recipe.train.outer or Outer()),
         ),
         fixed=recipe.strategy.fixed(),
     )
@@ -35,6 +36,16 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     if problems:
         raise BadInput(recipe.name, problems)
     return job
+
+
+def _exchange(outer: Outer) -> dict[str, Any]:
+    """What planning needs to know of the exchange between islands."""
+    states = [True, outer.optimizer == "nesterov", outer.mode == "overlap", outer.bits < 32]
+    return {
+        "exchange_bits": outer.bits,
+        "exchange_hidden": outer.mode != "wait",
+        "exchange_states": sum(states),
+    }
 
 
 def read_model(section: Model) -> ModelSpec:

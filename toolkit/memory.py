@@ -45,6 +45,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),
     }
+    if e.cluster.device.backend == "cpu":  # elsewhere the host has it
+        parts["optimizer"] += _exchange_bytes(e, params)
     parts["activations"] = _peak(e, activations.kept_bytes(e, layers, _in_flight(e, index)), parts)
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
@@ -196,10 +198,17 @@ def _overhead(e: Execution, live: float, cal: Calibration) -> float:
 
 def _host_bytes(e: Execution, params: float) -> float:
     """Memory of one node's host for what its devices offload to it: states, gradients, weights, pinned buffers."""
+    ranks = min(e.cluster.devices_per_node, e.cluster.devices)
+    outer = 0.0 if e.cluster.device.backend == "cpu" else _exchange_bytes(e, params) * ranks
     if not e.offload.startswith("cpu"):
-        return 0.0
+        return outer
     shard = params * e.trained_share / state_shards(e)
     total = _state_bytes(e, params) / state_shards(e) + 4 * shard
     if e.offload == "cpu_params":
         total += e.element_bytes * params / state_shards(e)
-    return PINNED_BUFFERS * total * min(e.cluster.devices_per_node, e.cluster.devices)
+    return outer + PINNED_BUFFERS * total * ranks
+
+
+def _exchange_bytes(e: Execution, params: float) -> float:
+    """What a rank keeps of what islands share: its part of the weights, and the outer optimizer's states."""
+    return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0

@@ -35,6 +35,12 @@ class Workload:
     """Rank of LoRA adapters; 0: all weights are trained."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    exchange_bits: int = 32
+    """Of a number that islands send one another."""
+    exchange_hidden: bool = False
+    """Whether islands train on while they exchange."""
+    exchange_states: int = 1
+    """fp32 copies of the weights that the exchange keeps, shared out over the ranks of an island."""
 
     @property
     def tokens(self) -> int:

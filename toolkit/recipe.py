@@ -110,6 +110,10 @@ class Outer:
     """Outer learning rate of `nesterov`."""
     momentum: float = number(0.9, least=0, most=1)
     """Outer momentum of `nesterov`."""
+    mode: Literal["wait", "overlap"] = "wait"
+    """`wait`: islands stop while they exchange; `overlap`: they train on, and the mean counts a round late."""
+    bits: Literal[32, 8, 4] = 32
+    """Of a number on the link; 8 and 4 keep what rounding takes and send it later (error feedback)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
 def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     """Gradients and parameters that travel once a step, or gradients after every micro-batch (ZeRO 2)."""
     total = _replica_seconds(e, window, cal) if e.replicas > 1 else 0.0
-    return total + _island_seconds(e, cal)
+    return total + _island_seconds(e, window, cal)
 
 
 def stage_params(e: Execution) -> float:
@@ -156,10 +156,15 @@ def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration
     return exposed(window.backward, one, cal) if e.software.dp_overlap else one
 
 
-def _island_seconds(e: Execution, cal: Calibration) -> float:
-    """Islands average their weights every `local_steps` steps."""
+def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
+    """Islands exchange their weights every `local_steps` steps, at once or behind the steps of the next round."""
     if e.islands == 1:
         return 0.0
     where = collectives.group(e.cluster, e.islands, e.cluster.devices // e.islands)
-    size = 4 * stage_params(e) * e.trained_share / e.dp  # masters, in fp32; ranks of an island share the work
-    return collectives.all_reduce(size, where, e.cluster, cal) / e.local_steps
+    # Masters, in fp32 or in blocks of 256 with a scale; ranks of an island share the work.
+    bytes_each = 4 if e.exchange_bits == 32 else e.exchange_bits / 8 + 4 / 256
+    size = bytes_each * stage_params(e) * e.trained_share / e.dp
+    seconds = collectives.all_reduce(size, where, e.cluster, cal)
+    if e.exchange_hidden:
+        seconds = exposed(e.local_steps * e.grad_accum * (window.forward + window.backward), seconds, cal)
+    return seconds / e.local_steps

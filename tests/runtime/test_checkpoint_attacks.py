@@ -174,6 +174,9 @@ class Memory:
     def prepare(self, kinds: Any, steps: int) -> None:
         """All is there."""
 
+    def settle(self) -> None:
+        """Nothing is under way."""
+
     def refresh(self) -> None:
         """Nothing is derived."""
 

@@ -35,8 +35,15 @@ def test_islands_drift_and_come_together(train: Trainer) -> None:
     assert apart.losses[-1] < apart.losses[0]
 
 
-@pytest.mark.parametrize("outer", ["average", "nesterov"])
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("outer", "stage"),
+    [
+        ("{optimizer: average}", 0),
+        ("{optimizer: nesterov}", 2),
+        ("{optimizer: nesterov, mode: overlap, bits: 8}", 0),
+        ("{optimizer: average, mode: overlap, bits: 4}", 2),
+    ],
+)
 def test_a_round_s_end_is_saved_and_goes_on_bit_by_bit(train: Trainer, tmp_path: Any, outer: str, stage: int) -> None:
     base = (
         "train.steps=12",
@@ -44,7 +51,7 @@ def test_a_round_s_end_is_saved_and_goes_on_bit_by_bit(train: Trainer, tmp_path:
         "checkpoint.keep=9",
         f"strategy.zero_stage={stage}",
         "strategy.local_steps=2",
-        f"train.outer={{optimizer: {outer}}}",
+        f"train.outer={outer}",
         *AXES,
     )
     origin = train(*base, nproc=4, into=tmp_path / "origin")

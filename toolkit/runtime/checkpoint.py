@@ -70,6 +70,7 @@ class Saver:
             raise CheckpointFailed(f"the state of step {step} is not saved: {why}")
         started = time.perf_counter()
         self.wait()
+        self.state.settle()
         documents = self._documents(step)
         if self.recipe.checkpoint.asynchronous:
             found = checkpoint_writer.parts(share(_steady(self.state.fragments())), self.world.rank)

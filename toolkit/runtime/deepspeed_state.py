@@ -31,7 +31,7 @@ class Placed(NamedTuple):
 
 Place = Callable[[str, int, int], Placed]
 """(name, start, stop) of this rank's tensor → where that is."""
-NOT_STATES = (WEIGHT, BUFFER, "outer_momentum")
+NOT_STATES = (WEIGHT, BUFFER, "outer_momentum", "exchange_error")
 """Kinds in a checkpoint that are no states of this optimizer; those with `@` are of other islands."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -82,6 +82,9 @@ class DeepSpeedState:
                 copy=self._buffer_copy if self._writes(name) else self._buffer_copies,
                 copies=self._buffer_copies,
             )
+
+    def settle(self) -> None:
+        """Nothing is ever under way between two steps."""
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
         for _, item in self._held():

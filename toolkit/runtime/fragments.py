@@ -47,6 +47,9 @@ class Stateful(Protocol):
     def fragments(self) -> Iterator[Fragment]:
         """Everything that this rank holds."""
 
+    def settle(self) -> None:
+        """Before `fragments` are saved: bring what is under way between ranks to an end. Collective."""
+
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
         """Make room for optimizer states (parameter → kinds) after `steps` updates, so that they can be filled."""
 

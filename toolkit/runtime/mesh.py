@@ -45,6 +45,15 @@ class Mesh:
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
 
+    def between_islands(self) -> Any:
+        """A new group over host memory of the ranks with this one's place in every island. Collective."""
+        size = self.plan.devices // self.plan.islands
+        made = [
+            torch.distributed.new_group(list(range(place, self.plan.devices, size)), backend="gloo")
+            for place in range(size)
+        ]
+        return made[self._rank % size]
+
     @property
     def token_ranks(self) -> int:
         """Ranks that each see other tokens: replicas, and the sequence ranks of each."""

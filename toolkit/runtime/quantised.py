@@ -1,0 +1,70 @@
+"""Tensors in 8 or 4 bits for a slow link: blocks with a scale each, and what rounding took is given back later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed
+
+BLOCK = 256
+"""Elements that share a scale: 4 bytes in 256, and an outlier spoils its own block only."""
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whole blocks of fp32 as bytes: the numbers, then the scales."""
+    limit = 2 ** (bits - 1) - 1
+    rows = values.view(-1, BLOCK)
+    scales = rows.abs().amax(dim=1, keepdim=True) / limit
+    whole = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-limit, limit)
+    numbers = (whole + limit).to(torch.uint8)
+    if bits == 4:
+        numbers = numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+    return torch.cat([numbers.flatten(), scales.flatten().view(torch.uint8)])
+
+
+def unpack(packed: torch.Tensor, size: int, bits: int) -> torch.Tensor:
+    """What `pack` made of `size` elements, as fp32."""
+    limit = 2 ** (bits - 1) - 1
+    numbers, scales = packed[: size * bits // 8], packed[size * bits // 8 :].clone().view(torch.float32)
+    if bits == 4:
+        numbers = torch.stack([numbers & 15, numbers >> 4], dim=1).flatten()
+    rows = numbers.view(-1, BLOCK).to(torch.float32) - limit
+    found: torch.Tensor = (rows * scales[:, None]).flatten()
+    return found
+
+
+def packed_bytes(size: int, bits: int) -> int:
+    """Length of `pack` for whole blocks of `size` elements."""
+    return size * bits // 8 + size // BLOCK * 4
+
+
+class QuantisedMean:
+    """The mean over the ranks of a group, in few bits both ways, with error feedback.
+
+    Every rank gets a part of the mean to make: packed parts go to it, its mean goes back, packed again. Each rounds
+    only what it sends, keeps the difference, and adds it to what it sends the next time.
+    """
+
+    def __init__(self, bits: int, group: Any, error: torch.Tensor) -> None:
+        self._bits, self._group, self.error = bits, group, error
+        self._ranks, self._rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+
+    def mean(self, own: torch.Tensor) -> torch.Tensor:
+        """The same bits on every rank. `error` becomes what this call has rounded away."""
+        width = -(-own.numel() // (self._ranks * BLOCK)) * BLOCK
+        wanted = own + self.error
+        whole = torch.nn.functional.pad(wanted, (0, width * self._ranks - own.numel())).view(self._ranks, width)
+        mine = torch.stack([pack(part, self._bits) for part in whole])
+        theirs = torch.empty_like(mine)
+        torch.distributed.all_to_all_single(theirs, mine, group=self._group)
+        part = torch.stack([unpack(row, width, self._bits) for row in theirs]).mean(dim=0)
+        packed = pack(part, self._bits)
+        gathered = torch.empty_like(mine)
+        torch.distributed.all_gather_into_tensor(gathered.view(-1), packed, group=self._group)
+        sent = torch.stack([unpack(row, width, self._bits) for row in mine])
+        lost = whole - sent
+        # What the second rounding took of the mean is this rank's to give back: as often as it is divided by.
+        lost[self._rank] += self._ranks * (part - unpack(packed, width, self._bits))
+        self.error.copy_(lost.flatten()[: own.numel()])
+        return torch.cat([unpack(row, width, self._bits) for row in gathered])[: own.numel()]
