@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "scale": "scaling curves of a recipe over numbers of devices, strategy by strategy",
     "validate": "the cost model's predictions against measurements in a CSV file",
     "probe": "measure this machine: matmul, memory, collectives; write a cluster file",
+    "mailbox": "where islands of several sites meet that never wait for one another",
     "report": "look at a run, on the terminal or as one page; with several runs: compare them",
     "emit": "write the launch files of a plan for deepspeed, accelerate, torchrun, Slurm or Kubernetes",
     "strategies": "list the strategy registry",

@@ -110,10 +110,12 @@ class Outer:
     """Outer learning rate of `nesterov`."""
     momentum: float = number(0.9, least=0, most=1)
     """Outer momentum of `nesterov`."""
-    mode: Literal["wait", "overlap"] = "wait"
-    """`wait`: islands stop while they exchange; `overlap`: they train on, and the mean counts a round late."""
+    mode: Literal["wait", "overlap", "async"] = "wait"
+    """`overlap`: islands train on while they exchange, and the mean counts a round late; `async`: nobody ever waits."""
     bits: Literal[32, 8, 4] = 32
     """Of a number on the link; 8 and 4 keep what rounding takes and send it later (error feedback)."""
+    max_staleness: int = number(8, least=1)
+    """`async`: how many rounds of others an island may miss before they wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

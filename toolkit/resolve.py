@@ -155,12 +155,26 @@ def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[P
         elif isinstance(proposal, Plan) and recipe.train.outer is not None and proposal.islands == 1:
             reason = "train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd"
             yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and (reason := _async_fault(recipe)):
+            yield Refusal(proposal.strategy, reason, proposal)
         elif isinstance(proposal, Plan) and recipe.checkpoint.every > 0 and unkeepable(proposal):
             yield Refusal(proposal.strategy, f"{unkeepable(proposal)}; use checkpoint.every 0", proposal)
         elif isinstance(proposal, Plan) and _is_quantized(recipe) and proposal.zero_stage == 3:
             yield Refusal(proposal.strategy, "4bit weights of model.lora.quantize can't be sharded by ZeRO 3", proposal)
         else:
             yield proposal
+
+
+def _async_fault(recipe: Recipe) -> str:
+    """Why islands can't go their own ways with a recipe; empty if they can."""
+    outer = recipe.train.outer
+    if outer is None or outer.mode != "async":
+        return ""
+    if outer.optimizer != "average":
+        return "train.outer.optimizer nesterov would add momentum to stale changes; use average with mode async"
+    if recipe.train.on_spike != "ignore":
+        return "train.on_spike rewind needs islands that stand at the same step; use ignore with mode async"
+    return ""
 
 
 def _is_quantized(recipe: Recipe) -> bool:

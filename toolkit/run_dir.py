@@ -72,6 +72,10 @@ class RunDir:
         """What each rank is doing, one file each."""
         return self.path / "heartbeats"
 
+    def island(self, number: int) -> RunDir:
+        """The run of one island, where islands do not wait for one another."""
+        return RunDir(self.path / "islands" / str(number))
+
     def log(self, rank: int) -> Path:
         """Everything that a rank printed."""
         return self.path / "logs" / f"rank-{rank}.log"

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toolkit import run_dir
+from toolkit.archipelago import goes_async
 from toolkit.cluster_reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
 from toolkit.launch import PARENT, adopt_slurm, free_port
+from toolkit.membership import Membership
 from toolkit.preflight import check
 from toolkit.recipe import Recipe
 from toolkit.recipe_file import load_recipe
@@ -119,7 +121,9 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         recipe = load_recipe(find_recipe(args.recipe), args.overrides)
         recipe = check(recipe, os.environ, lambda note: rank.number or print(note, file=rank.terminal.err))
         resolved = _resolve(recipe)
-        _ = resolved.chosen
+        if goes_async(recipe, resolved.chosen.plan):
+            what = "async islands are worlds of their own; start them with `toolkit train`, or use mode overlap"
+            raise BadInput("train.outer.mode", what)
     elif args.run_dir is None:
         raise BadInput("toolkit.worker", "give a recipe, or --run-dir with a prepared directory")
     if "RANK" not in os.environ:  # no launcher: one process
@@ -139,7 +143,9 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         distributed.join(world)
         run = _prepare(resolved, args.run_dir, world.rank)
         pulse = rank.settle(run)
-    run_rank(run_dir.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse))
+    run_rank(
+        run_dir.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
+    )
 
 
 def _resolve(recipe: Recipe) -> Resolved:

@@ -12,6 +12,7 @@ from rich.console import Console
 from toolkit import launch
 from toolkit.commands.common import positive, show_decision
 from toolkit.commands.hosts import add_host_arguments, on_hosts, read_hosts
+from toolkit.commands.islands import add_island_arguments, read_part
 from toolkit.commands.session import add_restart_argument, start
 from toolkit.errors import BadInput
 from toolkit.preflight import check
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_host_arguments(parser)
     add_restart_argument(parser)
+    add_island_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,7 +51,14 @@ def run(args: argparse.Namespace) -> int:
     _ = resolved.chosen
     show_decision(resolved.decision, console, top=1)
     return start(
-        resolved, args.run_dir, args.launcher, console, max_restarts=args.max_restarts, go_on=True, hosts=hosts
+        resolved,
+        args.run_dir,
+        args.launcher,
+        console,
+        max_restarts=args.max_restarts,
+        go_on=True,
+        hosts=hosts,
+        part=read_part(args),
     )
 
 

@@ -11,10 +11,12 @@ from rich.console import Console
 
 from toolkit import checkpoint_store as store
 from toolkit import launch
+from toolkit.archipelago import goes_async
 from toolkit.cluster_reader import of_nodes
-from toolkit.commands import out_of_memory
+from toolkit.commands import islands, out_of_memory
 from toolkit.commands.doctor import show as show_findings
 from toolkit.commands.hosts import launch_run
+from toolkit.commands.islands import Part
 from toolkit.doctor import QUICK, Site, examine
 from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, RankFailed
 from toolkit.hostfile import Host, even_slots
@@ -43,9 +45,16 @@ def start(
     max_restarts: int = 0,
     go_on: bool = False,
     hosts: Sequence[Host] = (),
+    part: Part | None = None,
 ) -> int:
     """Write the run directory, launch, watch; the exit code of the contract. Without hosts: on this one."""
     _examine(path, console)
+    if goes_async(resolved.recipe, resolved.chosen.plan):
+        return islands.start(
+            resolved, path, launcher, hosts, console, part or Part(), max_restarts=max_restarts, go_on=go_on
+        )
+    if part is not None and part.mailbox is not None:
+        raise BadInput("--mailbox", "is for strategy local_sgd with train.outer.mode async; leave it out")
     left, failed, seen = max_restarts, False, newest(path)
     while True:
         nproc = resolved.chosen.plan.devices

@@ -12,6 +12,7 @@ from rich.console import Console
 from toolkit import launch
 from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
 from toolkit.commands.hosts import add_host_arguments, on_hosts, planned_commands, read_hosts
+from toolkit.commands.islands import add_island_arguments, read_part
 from toolkit.commands.session import add_restart_argument, start
 from toolkit.preflight import check, prove
 from toolkit.recipe_file import dump_recipe
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: OUTPUT/NAME-TIME")
     add_host_arguments(parser)
     add_restart_argument(parser)
+    add_island_arguments(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="show recipe, plan, DeepSpeed config and command; start nothing"
     )
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile."""
     console, env = Console(), launch.environment()
-    hosts = read_hosts(args)
+    hosts, part = read_hosts(args), read_part(args)
     recipe = on_hosts(check(read_recipe(args), env, console.print), hosts)
     resolved = resolve(recipe, args.nproc)
     if not args.dry_run:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         commands = planned_commands(args.launcher, path, nproc, resolved.job.cluster.device.backend, hosts)
         return _dry_run(resolved, commands, console)
     show_decision(resolved.decision, console, top=3)
-    return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts, hosts=hosts)
+    return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts, hosts=hosts, part=part)
 
 
 def _dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launch.Command]], console: Console) -> int:

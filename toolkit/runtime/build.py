@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from toolkit.membership import Membership
 from toolkit.plan import Plan
 from toolkit.recipe import Model, Outer, Train
 from toolkit.runtime.distributed import World
 from toolkit.runtime.engine import Engine, ReplicaEngine
 from toolkit.runtime.local_sgd import IslandEngine
+from toolkit.runtime.member import Member
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.model import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
 from toolkit.runtime.noise_meter import NoiseMeter
@@ -39,6 +41,8 @@ class Site:
     schedule: Schedule
     noise: bool = False
     """Whether the gradient noise scale is measured."""
+    member: Membership | None = None
+    """This island among others that never wait for one another."""
 
 
 def build_engine(site: Site, world: World) -> Engine:
@@ -58,6 +62,9 @@ def _replica(site: Site, mesh: Mesh) -> Engine:
     check_same_weights(model)
     if site.plan.recompute == "full":
         recompute_layers(model)
+    if site.member is not None:
+        inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
+        return Member(inner, mesh, site.train.outer or Outer(), site.member, site.schedule.steps)
     if site.plan.islands > 1:
         unit = TensorUnit(mesh)
         inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit)

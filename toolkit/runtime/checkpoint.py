@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from toolkit import checkpoint_store as store
 from toolkit.checkpoint_format import FORMAT, MANIFEST, canonical_json, step_of
+from toolkit.chunks import BELOW
 from toolkit.compat import unkeepable
 from toolkit.errors import BadInput, CheckpointFailed, Problem
 from toolkit.plan import Plan
@@ -215,6 +216,9 @@ def resume(reader: Reader, state: Stateful, order: Order, recipe: Recipe, world:
             f"with seed {saved['data']['seed']}, so the next sample is not defined; restore data and train.seed"
         )
         problems.append(Problem("data", what))
+    if BELOW in saved["counters"] and BELOW not in state.counters():
+        what = "made by islands that share steps out (train.outer.mode async): go on with them, or export it and "
+        problems.append(Problem("checkpoint.resume", f"{what}start from model.path"))
     if problems:
         raise BadInput(str(reader.path), problems)
     checkpoint_reader.load(reader, state, world.rank)

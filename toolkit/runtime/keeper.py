@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,10 +52,33 @@ class CheckpointKeeper:
         if stopping:
             raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")
 
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is made after this step."""
+        return step % self.every == 0 or step == self.steps
+
     def _save(self, step: int, *, stopping: bool) -> None:
-        if stopping or (self.every and (step % self.every == 0 or step == self.steps)):
+        if stopping or (self.every and self.due(step)):
             self.pulse.move(phase="saving")
             self.saver.save(step)
             self.pulse.move(phase="training")
         if stopping or step == self.steps:
             self.saver.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundKeeper(CheckpointKeeper):
+    """For an island that shares steps out with others: it counts its own; the last state comes after all."""
+
+    own_steps: Callable[[], int]
+
+    def due(self, step: int) -> bool:
+        return step < self.steps and step % self.agree_every == 0 and self.own_steps() % self.every == 0
+
+    def end(self, step: int, *, complete: bool) -> None:
+        """No steps are left for this island, or it was asked to stop."""
+        if not complete:
+            self._save(step, stopping=True)
+            raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")
+        if self.every:
+            self.saver.save(self.steps)
+        self.saver.wait()

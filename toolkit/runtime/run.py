@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite, Preempted
+from toolkit.membership import Membership
 from toolkit.noise_scale import NoiseScale
 from toolkit.recipe import Recipe
 from toolkit.run_dir import Order as RunOrder
@@ -19,8 +20,9 @@ from toolkit.runtime.counters import make_counters
 from toolkit.runtime.distributed import World, gather_objects, host_group
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.evaluate import EvaluatingKeeper, make_evaluator
-from toolkit.runtime.keeper import CheckpointKeeper, Moving
+from toolkit.runtime.keeper import CheckpointKeeper, Moving, RoundKeeper
 from toolkit.runtime.load import load_data
+from toolkit.runtime.member import Member, Waits
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import Recorder, keep_until
 from toolkit.runtime.order import Order
@@ -46,6 +48,8 @@ class Watched:
     """The terminal, for progress."""
     stop: StopRequest
     pulse: Moving
+    member: Membership | None = None
+    """This island among others that never wait for one another."""
 
 
 def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> None:
@@ -65,6 +69,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
         deepspeed=order.deepspeed,
         schedule=make_schedule(recipe.train, steps),
         noise=recipe.metrics.noise_scale,
+        member=watched.member,
     )
     engine = build_engine(site, world)
     engine.watch(clock)
@@ -117,6 +122,14 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     try:
         rewind = Rewind(engine.state, keeper.saver, recorder, say)
         outer = keeper if evaluator is None else EvaluatingKeeper.around(keeper, evaluator, recipe)
+        if isinstance(engine, Member):
+            assert isinstance(keeper, RoundKeeper)
+            waits = Waits(watched.pulse.move, lambda: watched.stop.signal is not None)
+            for chunk in engine.rounds(waits):
+                train(engine, loaded.train, data_order, share, chunk, observer, outer)
+                done = chunk.stop
+            keeper.end(done, complete=engine.complete)
+            done = steps
         while done < steps:
             try:
                 train(engine, loaded.train, data_order, share, range(done, steps), observer, outer)
@@ -176,17 +189,19 @@ def _keeper(
         last_step=done,
         tick=watched.pulse.move,
     )
-    every = order.recipe.checkpoint.every
-    return CheckpointKeeper(
-        saver=saver,
-        stop=watched.stop,
-        pulse=watched.pulse,
-        every=every,
-        steps=steps,
-        comm=timer,
-        group=host_group(),
-        agree_every=order.plan.local_steps,
-    )
+    shared: dict[str, Any] = {
+        "saver": saver,
+        "stop": watched.stop,
+        "pulse": watched.pulse,
+        "every": order.recipe.checkpoint.every,
+        "steps": steps,
+        "comm": timer,
+        "group": host_group(),
+        "agree_every": order.plan.local_steps,
+    }
+    if isinstance(engine, Member):
+        return RoundKeeper(**shared, own_steps=lambda: engine.own_steps)
+    return CheckpointKeeper(**shared)
 
 
 def _speaker(world: World, console: IO[str]) -> checkpoint.Say:

@@ -154,9 +154,9 @@ def _forwarded(processes: Sequence[Process], run: RunDir) -> Iterator[None]:
 
     def forward(number: int, frame: FrameType | None) -> None:
         beats = heartbeat.read_all(run.heartbeats)
-        pids = {beat.pid for beat in beats.values() if verdict.is_here(beat) and beat.exit_code is None}
-        for pid in pids or {process.pid for process in processes}:
-            _send(pid, signal.Signals(number))
+        if not send_to_workers(beats, signal.Signals(number)):
+            for process in processes:
+                _send(process.pid, signal.Signals(number))
 
     before: dict[Any, Any] = {}
     try:
@@ -169,6 +169,14 @@ def _forwarded(processes: Sequence[Process], run: RunDir) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def send_to_workers(beats: dict[int, Beat], number: signal.Signals) -> bool:
+    """A signal to every worker of this host that lives; whether there is one."""
+    pids = {beat.pid for beat in beats.values() if verdict.is_here(beat) and beat.exit_code is None}
+    for pid in pids:
+        _send(pid, number)
+    return bool(pids)
 
 
 def end_all(processes: Sequence[Process], run: RunDir) -> None:
