@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite, Preempted
@@ -29,6 +30,7 @@ from toolkit.runtime.recording import load_own, make_sinks, sink_info
 from toolkit.runtime.rewind import Rewind
 from toolkit.runtime.step_meter import StepMeter
 from toolkit.runtime.summary import Averages
+from toolkit.runtime.taken import taken
 from toolkit.runtime.takes import takes
 from toolkit.runtime.together import Ranks
 from toolkit.runtime.trace import Tracer
@@ -83,9 +85,11 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     memory = MemoryMeter()
     # Islands meet every `local_steps` steps only, and then for this too.
     every = -(-recipe.metrics.detail_every // plan.local_steps) * plan.local_steps
-    meter = StepMeter(plan, clock, timer, memory, counters, every, host_group())
+    group = host_group()
+    meter = StepMeter(plan, clock, timer, memory, counters, every, group)
     keeper = _keeper(order, run, world, engine, data_order, watched, timer, steps=steps, done=done)
     observer = Observer(
+        taken=partial(taken, replica=engine.replica, group=group) if recipe.metrics.sample_ids else lambda own: None,
         recorder=recorder,
         meter=meter,
         memory=memory,
