@@ -78,6 +78,8 @@ class Execution:
     offload: str = "none"
     optimizer: str = "adamw"
     lora_rank: int = 0
+    quantized_base: bool = False
+    """Whether the frozen weights under the adapters are held in 4 bits."""
     islands: int = 1
     local_steps: int = 1
     exchange_bits: int = 32
@@ -135,9 +137,16 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
 
 
 def lora_params(model: ModelSpec, rank: int) -> int:
-    """Adapters on q, k, v and o of every layer: rank × (inputs + outputs) each."""
+    """Adapters on every linear layer but the head: rank × (inputs + outputs) each.
+
+    Routed experts are no linear layers in transformers, but tensors of all experts; they get none.
+    """
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return model.layers * rank * ((model.hidden + q) * 2 + (model.hidden + kv) * 2)
+    attention = model.layers * ((model.hidden + q) * 2 + (model.hidden + kv) * 2)
+    matrices = 3 if model.gated_mlp else 2
+    dense = (model.layers - model.moe_layers) * (model.hidden + model.ffn)
+    shared = model.moe_layers * (model.hidden + model.shared_ffn) if model.shared_ffn else 0
+    return rank * (attention + matrices * (dense + shared))
 
 
 def of_plan(plan: Plan, job: Job) -> Execution:
@@ -156,6 +165,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
         exchange_hidden=work.exchange_hidden, exchange_states=work.exchange_states,
+        quantized_base=work.quantized_base,
     )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             optimizer=recipe.train.optimizer,
             flash_attention=recipe.model.attention != "eager",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
+            quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",
             grad_clip=recipe.train.grad_clip,
             **_exchange(recipe.train.outer or Outer()),
         ),

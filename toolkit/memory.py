@@ -16,6 +16,9 @@ LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 IN_USE_LAYERS = 1.5
 """Layers that ZeRO 3 gathers besides: the one in use, and on average half of the next."""
+QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant for each block of 64
+weights, and a 32-bit one for each 256 of those constants."""
 PINNED_BUFFERS = 1.1
 """Host memory for offload beyond the tensors themselves: pinned staging buffers."""
 
@@ -92,9 +95,12 @@ def _stage_params(e: Execution, index: int) -> float:
 
 def _remote_experts(e: Execution) -> float:
     """Parameters of routed experts that other expert-parallel ranks hold."""
-    matrices = 3 if e.model.gated_mlp else 2
-    routed = e.model.moe_layers * e.model.experts * matrices * e.model.hidden * e.model.expert_ffn
-    return routed * (1 - 1 / e.ep)
+    return e.model.moe_layers * _routed_params(e) * (1 - 1 / e.ep)
+
+
+def _routed_params(e: Execution) -> int:
+    """Parameters of a mixture layer's routed experts."""
+    return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
 def _param_bytes(e: Execution, params: float) -> float:
@@ -102,9 +108,17 @@ def _param_bytes(e: Execution, params: float) -> float:
     second = e.element_bytes * params / e.zero_group if _has_second_copy(e, params) else 0.0
     if e.offload.endswith("_params"):
         return second
+    if e.quantized_base:
+        return params * _quantized_width(e) + e.element_bytes * params * e.trained_share
     if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
     return e.element_bytes * params / state_shards(e) + second
+
+
+def _quantized_width(e: Execution) -> float:
+    """Bytes of a parameter, averaged: linear layers are in 4 bits; tables, heads and fused experts are not."""
+    linear = sum(e.model.layer_params) - e.model.moe_layers * _routed_params(e)
+    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
 
 
 def _has_second_copy(e: Execution, params: float) -> bool:
@@ -138,7 +152,12 @@ def _in_flight(e: Execution, index: int) -> float:
 
 
 def _gathered(e: Execution) -> float:
-    """ZeRO 3: the layer in use and the next one; DeepSpeed keeps more where it will be used again soon."""
+    """ZeRO 3: the layer in use and the next one; DeepSpeed keeps more where it will be used again soon.
+
+    A matrix of 4 bits is made whole where it is multiplied with.
+    """
+    if e.quantized_base:
+        return e.element_bytes * e.model.hidden * max(e.model.ffn, e.model.hidden)
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
     layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp

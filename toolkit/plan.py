@@ -33,6 +33,8 @@ class Workload:
     """Whether attention runs without storing its scores (sdpa or flash kernels)."""
     lora_rank: int = 0
     """Rank of LoRA adapters; 0: all weights are trained."""
+    quantized_base: bool = False
+    """Whether the frozen weights under the adapters are held in 4 bits (QLoRA)."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     exchange_bits: int = 32

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.plan import Plan, Refusal
+from toolkit.tiny_sizes import tiny_sizes
 
 CACHE = Path.home() / ".cache" / "zero-toolkit" / "proofs.json"
 MOST_STAGES = 3
@@ -95,9 +96,10 @@ def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdic
 
 
 def _key(config: Mapping[str, Any], attention: str, axes: Axes) -> str:
-    """Depends on the type, its switches and the libraries; sizes do not change how a model splits."""
+    """Depends on the type, its switches, the libraries and the twin; sizes do not change how a model splits."""
     flags = {key: value for key, value in config.items() if isinstance(value, bool | str)}
-    what = json.dumps([flags, attention, asdict(axes), [_version(name) for name in _LIBRARIES]], sort_keys=True)
+    libraries = [_version(name) for name in _LIBRARIES]
+    what = json.dumps([flags, attention, asdict(axes), libraries, tiny_sizes(heads=4)], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
 

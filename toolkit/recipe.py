@@ -314,6 +314,8 @@ class Metrics:
     """Your own: `module:Class`, or entry points of `toolkit.sinks`; see docs/metrics.md."""
     noise_scale: bool = False
     """Whether the gradient noise scale is measured, under `data_parallel` and `zero`: what batch would be too large."""
+    sample_ids: bool = False
+    """Whether each record names the samples of its step, as all ranks tell them: to check the order of a run."""
     trace: Trace | None = None
     """Steps to look at operation by operation."""
 

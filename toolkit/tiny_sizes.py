@@ -22,6 +22,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES = {
     "vocab_size": VOCABULARY,
     "head_dim": HEAD_DIM,
+    "rotary_dim": HEAD_DIM // 2,
     "encoder_layers": 2,
     "n_shared_experts": 1,
     "num_shared_experts": 1,

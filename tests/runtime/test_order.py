@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import Trainer
+from tests.runtime.ordered import missed_and_repeated, steps_of, stopping_at, strategy
+from toolkit.errors import Preempted
 from toolkit.runtime.order import PAST_END, Order, Part, mixture, own_share
+from toolkit.runtime.taken import joined
 
 WORLDS = (1, 2, 4, 8)
 
@@ -82,3 +88,25 @@ def test_mixtures_are_as_long_as_all_sources_and_leave_none_out(weights: list[fl
     parts = mixture([10, 11, 12], weights)
     assert abs(sum(part.drawn for part in parts) - 33) <= 1
     assert min(part.drawn for part in parts) >= 1
+
+
+EPOCHS = "train={global_batch: 8, epochs: 2, lr: 0.01}"
+
+
+def test_real_runs_take_the_same_samples_and_lose_none_when_stopped(train: Trainer, tmp_path: Path) -> None:
+    """Two epochs, stopped twice, going on with other processes under other strategies: as one process took them."""
+    given = (EPOCHS, "metrics.sample_ids=true", "data.seq_len=60")
+    one = steps_of(train(*given, strategy("zero", 1), nproc=1).run)
+    for stop, name, world in [(4, "zero", 2), (9, "pipeline", 4), (None, "tensor_parallel", 2)]:
+        enter = stopping_at(stop) if stop else None
+        done = train(*given, strategy(name, world), nproc=world, into=tmp_path / "run", enter=enter, check=not stop)
+        assert set(done.codes) == ({Preempted.exit_code} if stop else {0})
+    found = steps_of(done.run)
+    assert [set(step) for step in found] == [set(step) for step in one]
+    assert missed_and_repeated(found, epochs=2) == (0, 0)
+
+
+def test_ranks_of_a_replica_must_have_taken_the_same() -> None:
+    assert joined([(1, [4, PAST_END]), (0, [2, 3]), (1, [4, PAST_END])]) == [2, 3, 4]
+    with pytest.raises(RuntimeError, match=r"rank 2 of replica 1 took samples \[5\]"):
+        joined([(1, [4]), (0, [2]), (1, [5])])

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from toolkit import tiny_sizes
 from toolkit.errors import BadInput
 from toolkit.recipe import Data, Model
 from toolkit.runtime.data import IGNORE
@@ -107,8 +108,17 @@ def test_packed_documents_give_the_logits_of_each_alone(kind: str, attention: st
 
 @pytest.mark.parametrize("kind", ["bloom", "opt", "mamba"])
 def test_models_that_would_mix_documents_are_refused(kind: str) -> None:
-    with pytest.raises(BadInput, match=f"{kind} mixes them .*use packing_method stream, or packing: false"):
+    with pytest.raises(BadInput, match=f"{kind} mixes them .*use packing: false, or, with data.format text, packing_m"):
         check_isolated(Model(config=tiny_of_type(kind), init="scratch", precision="fp32"))
+
+
+def test_a_twin_that_does_not_run_says_nothing_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-J's rotary width is a size too: a twin with the whole model's would not run."""
+    gptj = Model(config={"model_type": "gptj"}, init="scratch", precision="fp32")
+    check_isolated(gptj)
+    monkeypatch.setitem(tiny_sizes._SIZES, "rotary_dim", 64)
+    with pytest.raises(BadInput, match=r"that can't be tried: a small twin of gptj does not run \(The size of tensor"):
+        check_isolated(gptj)
 
 
 def test_by_itself_text_of_such_models_becomes_a_stream_and_it_is_said() -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import toolkit.runtime.load
 from tests.conftest import Trainer
+from tests.runtime.ordered import stopping_at
+from toolkit.errors import BadInput
 from toolkit.parity import largest_difference
 from toolkit.recipe_file import make_recipe
-from toolkit.runtime import streaming
+from toolkit.runtime import stream_rows, streaming
+from toolkit.runtime.formats import Format, make_format
 from toolkit.runtime.load import load_data
 from toolkit.runtime.loaded import Loaded
 from toolkit.runtime.takes import Takes
@@ -39,11 +44,60 @@ def sequences(loaded: Loaded, low: int, high: int) -> list[list[int]]:
     return [loaded.train.batch(np.array([n])).inputs()["input_ids"][0].tolist() for n in range(low, high)]
 
 
-def test_a_stream_can_be_entered_anywhere(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Counting:
+    """A format that counts what it tokenises."""
+
+    def __init__(self, inner: Format) -> None:
+        self.inner, self.columns, self.rows = inner, inner.columns, 0
+
+    def encode(self, rows: Any) -> Any:
+        self.rows += len(rows["text"])
+        return self.inner.encode(rows)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_stream_goes_on_anywhere_and_reads_a_block_again_at_most(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """From a mark as a checkpoint holds it: the very next sequences, in the third turn of some files, of a mixture."""
     monkeypatch.setattr(streaming, "WINDOW_SEQUENCES", 8)
-    whole = sequences(load(source), 0, 300)
-    assert sequences(load(source), 233, 300) == whole[233:], "a resumed run finds the same sequences"
-    assert sequences(load(source, "train.seed=1"), 0, 50) != whole[:50]
+    monkeypatch.setattr(stream_rows, "BLOCK_ROWS", 40)
+    made: list[Counting] = []
+
+    def counted(*args: Any) -> Counting:
+        made.append(Counting(make_format(*args)))
+        return made[-1]
+
+    monkeypatch.setattr(toolkit.runtime.load, "make_format", counted)
+    for number in range(4):
+        rows = (json.dumps({"text": f"file {number}, row {row}"}) + "\n" for row in range(30 + number))
+        (tmp_path / f"part-{number}.jsonl").write_text("".join(rows))
+    parts = f"{tmp_path}/part-*.jsonl"
+    path = f"{{{parts}: 1, {source}: 2}}" if several else parts
+    first = load(path)
+    assert isinstance(first.train, streaming.Streamed)
+    whole, marks = [], {}
+    for low, position in ((0, 77), (77, 198), (198, 200)):
+        whole += sequences(first, low, position)
+        marks[position] = json.loads(json.dumps(first.train.mark(position)))
+    assert marks[77]["block"] > 0
+    for position in (77, 198):
+        again = load(path)
+        assert isinstance(again.train, streaming.Streamed)
+        before = made[-1].rows
+        again.train.go_on(marks[position])
+        assert sequences(again, position, 200) == whole[position:]
+    assert made[-1].rows - before <= 2 * 40, "what came before was tokenised again"
+    assert sequences(load(path, "train.seed=1"), 0, 50) != whole[:50]
+
+
+def test_a_stream_goes_on_with_its_own_mark_only(source: Path) -> None:
+    mark = load(source).train.mark(0)  # type: ignore[attr-defined]
+    for overrides, what in [(("data.seq_len=16",), "data.seq_len: 16 given; the checkpoint's stream has 32")]:
+        with pytest.raises(BadInput, match=what):
+            load(source, *overrides).train.go_on(mark)  # type: ignore[attr-defined]
+    with pytest.raises(BadInput, match="does not say where its stream stood"):
+        load(source).train.go_on(None)  # type: ignore[attr-defined]
 
 
 def test_every_document_comes_once_an_epoch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +125,16 @@ def test_memory_does_not_grow_with_the_stream(source: Path, monkeypatch: pytest.
     assert len(loaded.train._held) < 6
 
 
-def test_streams_train_alike_under_other_strategies(train: Trainer) -> None:
-    given = ("data.streaming=true",)
+def test_streams_train_alike_under_other_strategies_and_after_a_stop(train: Trainer, tmp_path: Path) -> None:
+    given = ("data.streaming=true", "train.steps=6")
     one = train(*given, "strategy.name=data_parallel", nproc=1)
-    other = train(*given, "strategy={name: zero, zero_stage: 3, micro_batch: 2}")
+    zero = "strategy={name: zero, zero_stage: 3, micro_batch: 2}"
+    train(*given, "strategy.name=data_parallel", nproc=1, into=tmp_path / "run", enter=stopping_at(3), check=False)
+    other = train(*given, zero, into=tmp_path / "run")
     assert largest_difference(one.losses, other.losses) <= 1e-5
     assert largest_difference(one.norms, other.norms) <= 1e-4
+    log = other.run.log(0).read_text()
+    assert "the stream is read on from sequence 0: row 1 of file 1" in log
 
 
 def test_mixtures_stream_by_weight(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.shards import shares
 from toolkit.runtime.tiny import tiny_of_type
 from toolkit.runtime.twin import thread_groups
-from toolkit.runtime.vocabulary import VocabularyLoss, follows_head
+from toolkit.runtime.vocabulary import VocabularyLoss, follows_head, num_correct
 
 
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(12, 2), (13, 4)])
@@ -39,6 +39,20 @@ def test_loss_and_gradients_are_those_of_whole_logits(vocabulary: int, ranks: in
     for rank, piece in enumerate(whole.grad.split(shares(vocabulary, ranks), -1)):
         torch.testing.assert_close(losses[rank], expected)
         torch.testing.assert_close(pieces[rank].grad, piece)
+
+
+def test_the_likeliest_token_is_found_among_all_ranks() -> None:
+    whole = torch.tensor([[[1.0, 5.0, 5.0, 0.0], [0.0, 1.0, 2.0, 3.0], [9.0, 1.0, 2.0, 9.0], [9.0, 1.0, 2.0, 3.0]]])
+    labels = torch.tensor([[1, 3, 3, IGNORE]])
+    groups, pieces = thread_groups(2), whole.split(2, -1)
+
+    def one(rank: int) -> tuple[list[int], int]:
+        loss = VocabularyLoss(groups[rank], 4)
+        return loss.likeliest(pieces[rank])[0].tolist(), int(num_correct(loss, pieces[rank], labels))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [(whole.argmax(-1)[0].tolist(), 2)] * 2
+    assert int(num_correct(summed_loss, whole, labels)) == 2
 
 
 def test_no_counted_token_is_no_loss() -> None:

@@ -101,12 +101,26 @@ def test_the_first_pipeline_stage_holds_as_many_micro_batches_as_stages() -> Non
 
 
 def test_lora_trains_adapters_only() -> None:
-    """Rank 16 on q, k, v, o: 32 layers × 16 × 8 × 4096 parameters."""
+    """Rank 16 on q, k, v, o and the three matrices of the MLP, of 4096 to 11008, in 32 layers."""
     found = memory(plan(0), job(lora_rank=16))
-    adapters = 32 * 16 * 8 * 4096
+    adapters = 32 * 16 * (8 * 4096 + 3 * (4096 + 11008))
+    assert adapters == 39_976_960, "what peft prints for Llama-2-7B"
     assert found.params == 2 * PSI
     assert found.grads == pytest.approx(2 * adapters, rel=1e-6)
     assert found.optimizer == pytest.approx(12 * adapters, rel=1e-6)
+
+
+def test_a_base_of_4_bits_leaves_tables_and_heads_alone() -> None:
+    """Linear layers: half a byte, one 8-bit constant for 64 weights, one of 32 bits for 256 constants."""
+    found, plain = memory(plan(0), job(lora_rank=16, quantized_base=True)), memory(plan(0), job(lora_rank=16))
+    tables, norm = 2 * 32000 * 4096, 4096
+    linear = PSI - tables - norm
+    adapters = 32 * 16 * (8 * 4096 + 3 * (4096 + 11008))
+    quantized = linear / 2 + linear / 64 + 4 * linear / 64 / 256
+    assert found.params == pytest.approx(quantized + 2 * (tables + norm) + 2 * adapters, rel=1e-6)
+    assert 3.6 < found.params / GIB < 3.8, "bf16 needs 12.6 GiB"
+    assert found.gathered == 2 * 4096 * 11008, "the matrix in use, in 16 bits"
+    assert (found.grads, found.optimizer) == (plain.grads, plain.optimizer)
 
 
 def test_offload_moves_states_to_the_host_of_all_eight_devices() -> None:

@@ -47,6 +47,8 @@ class Saver:
     """Host group for the commit; of its own, because an asynchronous save talks while the run trains."""
     last_step: int = 0
     """Newest step that is saved, or about to be."""
+    stream: Callable[[int], dict[str, Any]] | None = None
+    """Of streamed data: from where to read on, if a position is the next."""
     tick: Callable[[], object] = bool
     """Called while bytes go to the disk: a large save is no hang."""
     stalls: list[float] = field(default_factory=list)
@@ -141,6 +143,8 @@ class Saver:
             "versions": versions(),
             "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         }
+        if self.stream is not None:
+            state["stream"] = self.stream(self.order.position(step))
         return {
             "state.json": canonical_json(state),
             "recipe.yaml": dump_recipe(self.recipe).encode(),

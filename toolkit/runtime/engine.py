@@ -25,10 +25,8 @@ from toolkit.runtime.grad_norm import clip_gradients
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.noise_meter import NoiseMeter
 from toolkit.runtime.shards import layout_of
+from toolkit.runtime.vocabulary import Loss, num_correct
 from toolkit.schedule import Schedule
-
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits and labels → the sum over counted tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +59,11 @@ class Sums:
     """Cross-entropies."""
     counted: int = 0
     """Tokens, or samples with a class."""
-    correct: int | None = None
-    """Those whose likeliest value was right; None: not known."""
+    correct: int = 0
+    """Those whose likeliest value was right."""
 
     def __add__(self, other: Sums) -> Sums:
-        correct = None if self.correct is None or other.correct is None else self.correct + other.correct
-        return Sums(self.loss + other.loss, self.counted + other.counted, correct)
+        return Sums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
 
 
 class Engine(Protocol):
@@ -200,11 +197,11 @@ class ReplicaEngine:
                 own = self._take(micro.to(device()))
                 logits = self._engine(**own.inputs()).logits
                 loss = self._loss(logits, own.labels)
-                sums += torch.stack([loss.double(), *(count.double() for count in hits(logits, own.labels))])
+                correct = num_correct(self._loss, logits, own.labels)
+                sums += torch.stack([value.double() for value in (loss, (own.labels != IGNORE).sum(), correct)])
         self._engine.train()
         total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
-        # Tensor ranks hold their columns of the logits only: which is the largest, none of them knows.
-        return Sums(total, int(counted), int(correct) if self._mesh.plan.tp == 1 else None)
+        return Sums(total, int(counted), int(correct))
 
     def _check_once(self) -> None:
         check, self._after_backward = self._after_backward, None
@@ -291,12 +288,6 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy added up over counted tokens: a number even where none counts."""
     rows = logits.reshape(-1, logits.shape[-1]).float()
     return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
-def hits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many labels count, and for how many of them the likeliest value is right."""
-    counts = labels != IGNORE
-    return counts.sum(), ((logits.argmax(-1) == labels) & counts).sum()
 
 
 def undo_first_step(optimizer: Any, plan: Plan, train: Train) -> None:

@@ -63,8 +63,7 @@ class Evaluator:
         sums = self._sums()
         loss = sums.loss / max(sums.counted, 1)
         record: dict[str, Any] = {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-        if sums.correct is not None:
-            record["accuracy"] = sums.correct / max(sums.counted, 1)
+        record["accuracy"] = sums.correct / max(sums.counted, 1)
         record |= {"tokens": sums.counted, "seconds": time.perf_counter() - started}
         better = not self.best or loss < self.best["loss"]
         self.last, self.best = record, record if better else self.best
@@ -77,7 +76,7 @@ class Evaluator:
 
     def _sums(self) -> Sums:
         count = min(len(self.samples), self.most or len(self.samples))
-        whole = Sums(correct=0)
+        whole = Sums()
         for start in range(0, count, self.global_batch):
             ids = np.arange(start, start + self.global_batch)
             ids[ids >= count] = PAST_END
@@ -87,7 +86,7 @@ class Evaluator:
 
     def _words(self, record: dict[str, Any], better: bool) -> str:
         measure = f"perplexity {record['perplexity']:.4g}"
-        if self.classes and "accuracy" in record:
+        if self.classes:
             measure = f"accuracy {record['accuracy']:.1%}"
         best = "the best so far" if better else f"best {self.best['loss']:.4f} at step {self.best['step']}"
         return f"evaluation at step {record['step']}: loss {record['loss']:.4f} · {measure} · {best}"

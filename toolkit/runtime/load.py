@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -58,6 +58,13 @@ def packing_of(section: Data, model: Model) -> tuple[Data, tuple[str, ...]]:
         why = error.problems[0].what.partition(";")[0]
         return replace(section, packing_method="stream"), (f"packed as one stream: {why}",)
     return replace(section, packing_method="best_fit"), ()
+
+
+def _identity(section: Data, weights: Mapping[str, float]) -> dict[str, Any]:
+    """What numbers of a stream's sequences depend on, besides the seed and the rows."""
+    keys = ("format", "seq_len", "packing_method", "long_documents")
+    shares = ", ".join(f"{weight:g}" for weight in weights.values())
+    return {"path": f"sources with weights {shares}", **{key: getattr(section, key) for key in keys}}
 
 
 def _images(section: Data, takes: Takes, model_path: str | None) -> Loaded:
@@ -113,13 +120,16 @@ class _Loader:
         """Samples that are read while the run trains; figures are of the first window."""
         self._check_tokenizer()
         reader = make_format(self.section, self.tokenizer)
-        found = windows(self.section, source_weights(self.section.path), reader, train.seed)
-        first = next(found)
+        weights = source_weights(self.section.path)
+        found = windows(self.section, weights, reader, train.seed)
+        start, first = next(found)
         streamed = Streamed(
-            itertools.chain([first], found),
-            lambda documents: self._samples(documents, np.arange(len(documents))),
-            self.section.seq_len,
+            open=lambda start: windows(self.section, weights, reader, train.seed, start),
+            make=lambda documents: self._samples(documents, np.arange(len(documents))),
+            seq_len=self.section.seq_len,
             keep=(AHEAD + 2) * train.global_batch,
+            identity=_identity(self.section, weights),
+            windows=itertools.chain([(start, first)], found),
         )
         return Loaded(
             train=streamed,

@@ -55,6 +55,8 @@ class Record:
     """Gradient noise scale, a running mean, where `metrics.noise_scale` asks for it."""
     checkpoint_step: int = 0
     """Newest checkpoint that is whole."""
+    sample_ids: list[int] | None = None
+    """Samples of this step, over all replicas, where `metrics.sample_ids` asks for them."""
     ranks: dict[str, dict[str, float]] | None = None
     """Over all ranks, every `metrics.detail_every` steps: smallest, mean, largest and their ranks."""
     collectives: dict[str, dict[str, float]] | None = None

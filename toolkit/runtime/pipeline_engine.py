@@ -119,7 +119,9 @@ class PipelineRun:
         self._stage.feed(batch, 1.0)
         mean = self._engine.eval_batch(_nothing(), num_micro_batches=len(batch))  # over micro-batches and replicas
         self._engine.module.train()
-        return Sums(float(mean) * len(batch) * self._mesh.plan.dp, counted)
+        # Tensor ranks of the last stage have found the same; the other stages have found nothing.
+        correct = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._stage.correct)) // self._mesh.plan.tp
+        return Sums(float(mean) * len(batch) * self._mesh.plan.dp, counted, int(correct))
 
     def _follow_shape(self, micro: MicroBatch) -> None:
         """DeepSpeed keeps the buffers of the first batch: batches of another length need new ones."""

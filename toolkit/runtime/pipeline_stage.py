@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import Loss, summed_loss
+from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.faults import FaultCounter
 from toolkit.runtime.pipeline_borders import (
     Arguments,
@@ -24,6 +24,7 @@ from toolkit.runtime.pipeline_borders import (
 )
 from toolkit.runtime.pipeline_split import Split, hollow
 from toolkit.runtime.shards import Sites, sites
+from toolkit.runtime.vocabulary import Loss, num_correct
 
 
 class Stage(torch.nn.Module):
@@ -49,12 +50,15 @@ class Stage(torch.nn.Module):
         if index == 0:
             model.get_input_embeddings().register_forward_hook(self.faults.after_embedding)
         self._received: tuple[torch.Tensor, ...] = ()
+        self.correct = torch.zeros((), dtype=torch.long, device=device())
+        """Labels that the last stage found while it evaluated what was fed last."""
 
     def feed(self, batch: Sequence[MicroBatch], weight: float) -> None:
         """The micro-batches of the coming step, and what their summed loss is multiplied by."""
         assert len({micro.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
         self._queue, self._weight = list(batch), weight
         self.faults.reset()
+        self.correct.zero_()
 
     def received(self) -> tuple[torch.Tensor, ...]:
         """What the stage before sent for the current micro-batch."""
@@ -74,6 +78,8 @@ class Stage(torch.nn.Module):
             return leaving[0] if len(leaving) == 1 else leaving
         finally:
             self._received = ()
+        if not self.training:
+            self.correct += num_correct(self._loss, output.logits, micro.labels)
         loss = self._loss(output.logits, micro.labels) * self._weight
         self.faults.forward(taken, (loss,))
         return loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 import torch.distributed
 
-LATE_SHARE = 0.1
-"""A rank whose own work takes longer than its peers' by this share of a step is a straggler."""
+EVIDENCE = ((2, 0.25), (5, 0.1))
+"""Windows in a row, and share of a step by which a rank's own work took longer than its peers' in each of them: what is
+very late is named soon, what is a little late after some time, and what was late by chance not at all."""
 
 SECONDS = (
     "wall_seconds",
     "busy_seconds",
+    "busy_spread_seconds",
     "comm_seconds",
     "data_seconds",
     "pipeline_busy_seconds",
@@ -50,6 +53,17 @@ class Straggler:
 
 
 @dataclass(frozen=True)
+class Late:
+    """The rank that was last in one window."""
+
+    rank: int
+    seconds: float
+    """How much longer a step of its own work took than its peers'."""
+    share: float
+    """The same over a step's time."""
+
+
+@dataclass(frozen=True)
 class Gathered:
     """One row a rank, one column a value of `VALUES`."""
 
@@ -64,12 +78,13 @@ class Gathered:
         """Smallest, mean and largest with their ranks, for every value that a rank has."""
         return {name: found for name in VALUES if (found := _stats(self.column(name)))}
 
-    def straggler(self, ranks_per_stage: int) -> Straggler | None:
-        """The rank whose own work takes clearly longer than that of the ranks that do the same."""
-        busy, wall = self.column("busy_seconds"), statistics.fmean(self.column("wall_seconds"))
-        late = [(own - _peers(busy, rank, ranks_per_stage), rank) for rank, own in enumerate(busy)]
-        seconds, rank = max(late)
-        return Straggler(rank, round(seconds, 6)) if len(busy) > 1 and seconds > LATE_SHARE * wall else None
+    def latest(self, ranks_per_stage: int) -> Late | None:
+        """The rank whose own work took longer than that of the ranks that do the same, beyond what is noise."""
+        busy, spread = self.column("busy_seconds"), self.column("busy_spread_seconds")
+        seconds, rank = max((own - _peers(busy, rank, ranks_per_stage), rank) for rank, own in enumerate(busy))
+        noise = max(spread[rank], _peers(spread, rank, ranks_per_stage))
+        wall = statistics.fmean(self.column("wall_seconds"))
+        return Late(rank, seconds, seconds / wall) if len(busy) > 1 and wall > 0 and seconds > noise else None
 
     def bubble_by_stage(self, ranks_per_stage: int) -> list[float]:
         """Share of the pipeline's time in which a stage does not compute; the first stage is there from end to end."""
@@ -77,6 +92,24 @@ class Gathered:
         busy = self.column("pipeline_busy_seconds")
         stages = [busy[low : low + ranks_per_stage] for low in range(0, len(busy), ranks_per_stage)]
         return [round(max(0.0, 1 - statistics.fmean(stage) / window), 4) if window > 0 else 0.0 for stage in stages]
+
+
+class StragglerWatch:
+    """Names a rank when several windows in a row agree on it."""
+
+    def __init__(self) -> None:
+        self._windows: deque[Late | None] = deque(maxlen=max(windows for windows, _ in EVIDENCE))
+
+    def look(self, late: Late | None) -> Straggler | None:
+        """One window more; the rank that holds the others up, if there is one."""
+        self._windows.append(late)
+        if late is None or not any(self._agree(late.rank, windows, share) for windows, share in EVIDENCE):
+            return None
+        return Straggler(late.rank, round(late.seconds, 6))
+
+    def _agree(self, rank: int, windows: int, share: float) -> bool:
+        last = list(self._windows)[-windows:]
+        return len(last) == windows and all(late and late.rank == rank and late.share > share for late in last)
 
 
 def _peers(busy: Sequence[float], rank: int, ranks_per_stage: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from toolkit.errors import LossNotFinite, Preempted
@@ -17,6 +18,7 @@ from toolkit.runtime.build import Site, build_engine
 from toolkit.runtime.clock import Clock, NoClock, make_clock
 from toolkit.runtime.comm_timer import CommTimer
 from toolkit.runtime.counters import make_counters
+from toolkit.runtime.data import Samples
 from toolkit.runtime.distributed import World, gather_objects, host_group
 from toolkit.runtime.engine import Engine
 from toolkit.runtime.evaluate import EvaluatingKeeper, make_evaluator
@@ -30,7 +32,9 @@ from toolkit.runtime.prefetch import Share
 from toolkit.runtime.recording import load_own, make_sinks, sink_info
 from toolkit.runtime.rewind import Rewind
 from toolkit.runtime.step_meter import StepMeter
+from toolkit.runtime.streaming import Streamed
 from toolkit.runtime.summary import Averages
+from toolkit.runtime.taken import taken
 from toolkit.runtime.takes import takes
 from toolkit.runtime.together import Ranks
 from toolkit.runtime.trace import Tracer
@@ -77,7 +81,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     tell = say if recipe.metrics.console else print
     for note in loaded.notes if world.rank == 0 else ():
         tell(f"data: {note}")
-    done, data_order = _go_on(recipe, run, world, engine, data_order, say)
+    done, data_order = _go_on(recipe, run, world, engine, loaded.train, data_order, say)
     averages = Averages(order.predicted_parts, order.link_bytes_per_second)
     recorder = Recorder([averages, *make_sinks(order, run, console, steps, own)] if world.rank == 0 else [])
     if world.rank == 0:
@@ -88,9 +92,11 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     memory = MemoryMeter()
     # Islands meet every `local_steps` steps only, and then for this too.
     every = -(-recipe.metrics.detail_every // plan.local_steps) * plan.local_steps
-    meter = StepMeter(plan, clock, timer, memory, counters, every, host_group())
-    keeper = _keeper(order, run, world, engine, data_order, watched, timer, steps=steps, done=done)
+    group = host_group()
+    meter = StepMeter(plan, clock, timer, memory, counters, every, group)
+    keeper = _keeper(order, run, world, engine, loaded.train, data_order, watched, timer, steps=steps, done=done)
     observer = Observer(
+        taken=partial(taken, replica=engine.replica, group=group) if recipe.metrics.sample_ids else lambda own: None,
         recorder=recorder,
         meter=meter,
         memory=memory,
@@ -159,11 +165,16 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
 
 
 def _go_on(
-    recipe: Recipe, run: RunDir, world: World, engine: Engine, order: Order, say: checkpoint.Say
+    recipe: Recipe, run: RunDir, world: World, engine: Engine, samples: Samples, order: Order, say: checkpoint.Say
 ) -> tuple[int, Order]:
     """Steps already done, and where the data goes on: from a checkpoint, or from the start."""
     reader = checkpoint.find(recipe.checkpoint, run.checkpoints, world, say)
-    return (0, order) if reader is None else checkpoint.resume(reader, engine.state, order, recipe, world)
+    if reader is None:
+        return 0, order
+    found = checkpoint.resume(reader, engine.state, order, recipe, world)
+    if isinstance(samples, Streamed):
+        say(samples.go_on(reader.state.get("stream")))
+    return found
 
 
 def _keeper(
@@ -171,6 +182,7 @@ def _keeper(
     run: RunDir,
     world: World,
     engine: Engine,
+    samples: Samples,
     data_order: Order,
     watched: Watched,
     timer: CommTimer,
@@ -187,6 +199,7 @@ def _keeper(
         world=world,
         group=host_group(),
         last_step=done,
+        stream=samples.mark if isinstance(samples, Streamed) else None,
         tick=watched.pulse.move,
     )
     shared: dict[str, Any] = {

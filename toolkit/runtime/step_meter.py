@@ -13,7 +13,7 @@ from toolkit.runtime.clock import RECEIVE, Clock, Lap, part
 from toolkit.runtime.comm_timer import CommTimer, Tally
 from toolkit.runtime.counters import Counters
 from toolkit.runtime.memory_meter import MemoryMeter
-from toolkit.runtime.ranks import Straggler, gather
+from toolkit.runtime.ranks import Straggler, StragglerWatch, gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,7 @@ class StepMeter:
     _window: list[dict[str, float]] = field(default_factory=list)
     _tallies: dict[str, Tally] = field(default_factory=dict)
     _fastest_receive: float = float("inf")
+    _watch: StragglerWatch = field(default_factory=StragglerWatch)
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """`name` is what runs inside the `with`."""
@@ -99,6 +100,7 @@ class StepMeter:
             return None
         window, self._window = self._window, []
         values = {name: _usual(sorted(row[name] for row in window)) for name in window[0]} if window else {}
+        values["busy_spread_seconds"] = _spread(sorted(row["busy_seconds"] for row in window))
         values |= {"memory_bytes": self.memory.peak_bytes, "memory_now_bytes": self.memory.now_bytes()}
         with self.comm.held("agree"):
             gathered = gather(values | self.counters.take(), self.group)
@@ -109,7 +111,7 @@ class StepMeter:
                 name: {"calls": tally.calls, "bytes": round(tally.bytes), "seconds": round(tally.seconds, 6)}
                 for name, tally in sorted(self._tallies.items())
             },
-            straggler=gathered.straggler(ranks_per_stage),
+            straggler=self._watch.look(gathered.latest(ranks_per_stage)),
             bubble_by_stage=gathered.bubble_by_stage(ranks_per_stage) if self.plan.pp > 1 else None,
         )
 
@@ -142,3 +144,8 @@ def _row(lap: Lap, parts: dict[str, float]) -> dict[str, float]:
 def _usual(ordered: list[float]) -> float:
     """The lower quartile: a rank that is always slow stands out in it, and what else the machine does hardly counts."""
     return ordered[(len(ordered) - 1) // 4]
+
+
+def _spread(ordered: list[float]) -> float:
+    """From the fastest step to the median: how far chance moves what `_usual` tells."""
+    return ordered[(len(ordered) - 1) // 2] - ordered[0] if ordered else 0.0

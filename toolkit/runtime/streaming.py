@@ -7,41 +7,48 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from toolkit.data_files import TABLE_FORMATS, data_files
 from toolkit.errors import BadInput
 from toolkit.recipe import Data
-from toolkit.runtime import sources
 from toolkit.runtime.data import MicroBatch, Samples
 from toolkit.runtime.documents import Documents, from_lists
 from toolkit.runtime.formats import Encoded, Format
+from toolkit.runtime.stream_rows import Place, Start, batched, open_blocks
 
 WINDOW_SEQUENCES = 256
-"""Documents of about so many sequences are packed together."""
-SHUFFLED_ROWS = 10_000
-"""Rows that are held and drawn from at random: what stands together in the source is spread."""
-BATCH_ROWS = 100
+"""Documents of about so many sequences are packed together; a window never spans two blocks of rows."""
+FRUITLESS_TURNS = 2
+"""A stream that was read so often from end to end without a document has none."""
+
+Window = tuple[Start, Documents]
+"""Documents to pack together, and where their block of rows begins."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Streamed:
     """Numbered sequences of an endless stream, in order; what was used is forgotten."""
 
-    windows: Iterator[Documents]
+    windows: Iterator[Window]
+    """From the beginning."""
+    open: Callable[[Start], Iterator[Window]]
+    """Windows from the beginning of a block."""
     make: Callable[[Documents], Samples]
     """Packs a window."""
     seq_len: int
     keep: int
     """Sequences behind the newest that may still be asked for: batches made ahead are made again after a rewind."""
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    """What numbers of sequences depend on: a run can't go on with another."""
     lengths: None = None
     _held: deque[tuple[int, Samples]] = field(default_factory=deque)
     """First number of each window in memory, and its sequences."""
+    _starts: deque[tuple[int, Start]] = field(default_factory=deque)
+    """First number of each block that may still be gone back to, and where it begins."""
     _next: int = 0
 
     def __len__(self) -> int:
@@ -69,6 +76,30 @@ class Streamed:
         rows = [self._row(int(index)) for index in indices]
         return MicroBatch(**{name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()})
 
+    def mark(self, position: int) -> dict[str, Any]:
+        """For a checkpoint: from where to read on if `position` is the next sequence."""
+        self._read(0)
+        first, start = max((found for found in list(self._starts) if found[0] <= position), key=lambda found: found[0])
+        return {"first": first, "block": start.block, "places": [asdict(p) for p in start.places], **self.identity}
+
+    def go_on(self, mark: Mapping[str, Any] | None) -> str:
+        """Read on from a checkpoint's mark, in words; `BadInput` if it is of another stream."""
+        if mark is None:
+            raise BadInput(
+                "data.streaming",
+                "the checkpoint does not say where its stream stood, so the next sample is not defined; "
+                "resume with the data section that it was made with, or start anew with checkpoint.resume: none",
+            )
+        for name, value in self.identity.items():
+            if mark.get(name) != value:
+                what = f"{value} given; the checkpoint's stream has {mark.get(name)}, so the next sample is not defined"
+                raise BadInput(f"data.{name}", what)
+        start = Start(int(mark["block"]), tuple(Place(**place) for place in mark["places"]))
+        self.windows, self._next = self.open(start), int(mark["first"])
+        self._held.clear()
+        self._starts.clear()
+        return f"the stream is read on from sequence {self._next:,}: {', '.join(p.words() for p in start.places)}"
+
     def _row(self, index: int) -> MicroBatch:
         for first, samples in self._held:
             if first <= index < first + len(samples):
@@ -76,80 +107,54 @@ class Streamed:
         raise AssertionError(f"sequence {index} is behind the stream")
 
     def _read(self, index: int) -> None:
-        while index >= self._next:
-            samples = self.make(next(self.windows))
-            while self._held and self._held[0][0] + len(self._held[0][1]) <= min(index, self._next) - self.keep:
-                self._held.popleft()
+        while index >= self._next or not self._starts:
+            start, documents = next(self.windows)
+            samples = self.make(documents)
+            self._forget(min(index, self._next) - self.keep)
+            if not self._starts or self._starts[-1][1] != start:
+                self._starts.append((self._next, start))
             if len(samples):
                 self._held.append((self._next, samples))
                 self._next += len(samples)
 
+    def _forget(self, before: int) -> None:
+        """What only sequences before a number need."""
+        while self._held and self._held[0][0] + len(self._held[0][1]) <= before:
+            self._held.popleft()
+        while len(self._starts) > 1 and self._starts[1][0] <= before:
+            self._starts.popleft()
 
-def windows(section: Data, weights: Mapping[str, float], reader: Format, seed: int) -> Iterator[Documents]:
+
+def windows(
+    section: Data, weights: Mapping[str, float], reader: Format, seed: int, start: Start | None = None
+) -> Iterator[Window]:
     """Documents of the sources, again and again, each time in another order; some thousand at a time."""
-    epoch = 0
+    blocks = open_blocks(section, weights, reader, seed, start)
+    last = blocks.start
     while True:
-        found, tokens, some = Encoded(), 0, False
-        for rows in _rows(section, weights, reader, seed, epoch).iter(BATCH_ROWS):
-            encoded = reader.encode(rows)
-            _check(encoded)
-            found.documents += encoded.documents
-            found.counted += encoded.counted
-            tokens += sum(map(len, encoded.documents))
-            if tokens >= WINDOW_SEQUENCES * section.seq_len:
-                yield _documents(found)
-                found, tokens, some = Encoded(), 0, True
-        if found.documents:
-            yield _documents(found)
-        elif not some:
+        begin = blocks.start
+        for documents in _cut(blocks.take(), section, reader):
+            last = begin
+            yield begin, documents
+        turns = [now.turn - then.turn for now, then in zip(blocks.start.places, last.places, strict=True)]
+        if min(turns) >= FRUITLESS_TURNS:
             raise BadInput("data.path", f"{', '.join(weights)}: no document in the whole stream")
-        epoch += 1
 
 
-def _rows(section: Data, weights: Mapping[str, float], reader: Format, seed: int, epoch: int) -> Any:
-    import datasets
-
-    streams = []
-    for source in weights:
-        rows = _open(section, source)
-        names = rows.column_names
-        if names is not None:
-            sources.need_columns(rows, reader.columns, source)
-        extra = ["tools"] if section.format == "chat" and names and "tools" in names else []
-        streams.append(rows.select_columns([*reader.columns, *extra]))
-    total = sum(weights.values())
-    shares = [weight / total for weight in weights.values()]
-    whole = streams[0]
-    if len(streams) > 1:
-        whole = datasets.interleave_datasets(streams, shares, seed=seed + epoch, stopping_strategy="all_exhausted")
-    return whole.shuffle(seed=seed + epoch, buffer_size=SHUFFLED_ROWS)
-
-
-def _open(section: Data, source: str) -> Any:
-    import datasets
-
-    files = data_files(source)
-    if files is None:
-        name, _, part = source.partition(":")
-        try:
-            return datasets.load_dataset(name, part or None, split="train", streaming=True)
-        except Exception as error:  # network, permissions, missing: each library its own class
-            raise BadInput("data.path", f"{source} can't be streamed from the hub: {sources.deepest(error)}") from None
-    kinds = {TABLE_FORMATS.get(file.suffix) for file in files}
-    if len(kinds) > 1:
-        raise BadInput("data.path", f"{source}: files of several kinds can't be streamed together; give each a weight")
-    (kind,) = kinds
-    names = [str(file) for file in files]
-    if kind is None:
-        return datasets.IterableDataset.from_generator(
-            _texts, gen_kwargs={"paths": names, "column": section.text_column}
-        )
-    return datasets.load_dataset(kind, data_files=names, split="train", streaming=True)
-
-
-def _texts(paths: list[str], column: str) -> Iterator[dict[str, str]]:
-    for path in paths:
-        yield {column: Path(path).read_text(encoding="utf-8", errors="replace")}
+def _cut(rows: list[dict[str, Any]], section: Data, reader: Format) -> Iterator[Documents]:
+    """A block's documents, a window at a time."""
+    found, tokens = Encoded(), 0
+    for some in batched(rows):
+        encoded = reader.encode(some)
+        _check(encoded)
+        found.documents += encoded.documents
+        found.counted += encoded.counted
+        tokens += sum(map(len, encoded.documents))
+        if tokens >= WINDOW_SEQUENCES * section.seq_len:
+            yield _documents(found)
+            found, tokens = Encoded(), 0
+    if found.documents:
+        yield _documents(found)
 
 
 def _documents(found: Encoded) -> Documents:

@@ -72,7 +72,7 @@ class Averages:
         }
 
     def _circumstances(self, rows: list[Row]) -> Circumstances:
-        often = {rank: late for rank, late in self._named.items() if len(late) * 2 > self._details}
+        often = {rank: late for rank, late in self._named.items() if len(late) * 2 >= self._details}
         rank = max(often, key=lambda one: statistics.fmean(often[one]), default=None)
         share = None
         if self._rates and self.link_bytes_per_second > 0:

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import ToolkitError
 from toolkit.runtime import tensor_styles as styles
-from toolkit.runtime.engine import Loss, summed_loss
+from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.shards import is_partial, layout_of
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_pairs import DIVIDED
 from toolkit.runtime.tensor_plan import tensor_styles
-from toolkit.runtime.vocabulary import VocabularyLoss, head_name
+from toolkit.runtime.vocabulary import Loss, VocabularyLoss, head_name
 
 Style = Callable[[Any, styles.Sharder], None]
 

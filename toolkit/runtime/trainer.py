@@ -45,8 +45,14 @@ def train(
         loaded = time.perf_counter()
         with observer.watching(step + 1):
             result = engine.step(batch)
-        observer.record(step + 1, result, data_seconds=loaded - started, step_seconds=time.perf_counter() - started)
-        observer.check(step + 1, result, own_share(ids, replica=share.replica, replicas=share.replicas))
+        step_seconds = time.perf_counter() - started
+        own = own_share(ids, replica=share.replica, replicas=share.replicas)
+        with observer.meter.part("agree"):
+            samples_taken = observer.taken(own)
+        observer.record(
+            step + 1, result, data_seconds=loaded - started, step_seconds=step_seconds, sample_ids=samples_taken
+        )
+        observer.check(step + 1, result, own)
         keeper.after(step + 1)
 
 
@@ -99,6 +105,8 @@ class Observer:
     batches: tuple[int, int]
     """Sequences of a micro-batch and of a step."""
     noise: NoiseScale | None = None
+    taken: Callable[[np.ndarray], list[int] | None] = lambda own: None
+    """Told what this rank took; what all ranks took, if the recipe asks for it. Collective."""
 
     @contextlib.contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -108,7 +116,15 @@ class Observer:
             yield
         self.tracer.after(step)
 
-    def record(self, step: int, result: StepResult, *, data_seconds: float, step_seconds: float) -> None:
+    def record(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        data_seconds: float,
+        step_seconds: float,
+        sample_ids: list[int] | None = None,
+    ) -> None:
         """One finished step."""
         loss = float(result.loss)  # on an accelerator: the step is over
         split, detail = self.meter.close(step), self.meter.detail(step)
@@ -136,6 +152,7 @@ class Observer:
             loss_scale=result.loss_scale,
             noise_scale_sequences=self._noise_of(result),
             checkpoint_step=self.saved(),
+            sample_ids=sample_ids,
         )
         self.recorder.log(replace(record, **detail.fields()) if detail else record)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.proofs import Axes, Verdict
 from toolkit.recipe import Model
 from toolkit.runtime.data import IGNORE, MicroBatch
-from toolkit.runtime.engine import Loss, summed_loss
+from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.model import build_model, fill, load_config, open_weights, skeleton
 from toolkit.runtime.pipeline_split import SplitRefused, analyse, find_layers
 from toolkit.runtime.pipeline_stage import Stage
@@ -29,7 +29,7 @@ from toolkit.runtime.shards import Layout, layout_of
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_parallel import shard, sum_partial_gradients
 from toolkit.runtime.tiny import VOCABULARY, tiny_config
-from toolkit.runtime.vocabulary import follows_head
+from toolkit.runtime.vocabulary import Loss, follows_head
 from toolkit.stages import even_bounds
 
 TOLERANCE = 1e-4

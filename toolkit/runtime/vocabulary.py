@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from toolkit.runtime.shards import shares
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tiny import tiny_config
 
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits and labels → the sum over counted tokens."""
 ELEMENTWISE = ("ToCopyBackward0", "MulBackward0", "DivBackward0", "TanhBackward0")
 """What models do to logits element by element: casts, scales, caps."""
 
@@ -30,6 +33,18 @@ class VocabularyLoss:
         columns = logits.flatten(0, 1)
         wide = columns if columns.dtype == torch.float64 else columns.float()
         return _SlicedLoss.apply(wide, labels.flatten(), self._start, self._group)  # type: ignore[no-untyped-call, no-any-return]
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The token with the largest logit, of all ranks' columns; of equals the first, as `argmax` has it."""
+        values, places = logits.max(-1)
+        others = values < self._group.largest(values)
+        return -self._group.largest(-(places + self._start).masked_fill(others, torch.iinfo(places.dtype).max))
+
+
+def num_correct(loss: Loss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """For how many labels that count the likeliest value is right."""
+    likeliest = loss.likeliest(logits) if isinstance(loss, VocabularyLoss) else logits.argmax(-1)
+    return ((likeliest == labels) & (labels != IGNORE)).sum()
 
 
 class _SlicedLoss(torch.autograd.Function):
