@@ -16,6 +16,8 @@ from toolkit.plan import Job, Plan
 Version = tuple[int, ...]
 AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
 """Model types that DeepSpeed (0.19) spreads experts of."""
+LAYER_WISE = ("lamb", "lars")
+"""Optimizers whose update depends on norms of whole layers."""
 ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 
 
@@ -157,8 +159,15 @@ RULES: tuple[Rule, ...] = (
         reason="V100 has no bf16; use precision fp16 or fp32",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer in ("lamb", "lion") and job.cluster.device.backend != "cuda",
-        reason="DeepSpeed's LAMB and Lion are CUDA kernels; use optimizer adamw or sgd on this device",
+        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
+        reason="lamb and lars scale updates by norms of whole layers, which tensor, pipeline and expert ranks hold "
+        "parts of; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
+        reason="1-bit Adam, 0/1 Adam and 1-bit LAMB were removed in DeepSpeed 0.19.7; use strategy.zero_quantized on "
+        "NVIDIA devices, train.reduce.dtype bf16, or local_sgd for slow links",
+        since="0.19.7",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and job.cluster.device.backend != "cuda",

@@ -15,7 +15,8 @@ BUCKET_ELEMENTS = 200_000_000
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size whole on every rank: gathering them costs more than holding them."""
 
-_FUSED = {"lamb": "Lamb", "lion": "Lion"}
+OWN = {"lamb": "Lamb", "lion": "Lion", "lars": "Lars"}
+"""Optimizers that our trainer brings itself; the names are DeepSpeed's, which has kernels for two of them."""
 _ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}
 
 
@@ -69,7 +70,7 @@ def _optimizer(plan: Plan, train: Train) -> dict[str, Any]:
     if train.optimizer == "adamw":
         # torch's fused AdamW needs no compiler on any device; DeepSpeed's FusedAdam builds CUDA code on first use.
         return {"type": "AdamW", "params": {**params, "torch_adam": True, "fused": True}}
-    return {"type": {**_FUSED, **_ONE_BIT}[train.optimizer], "params": params}
+    return {"type": {**OWN, **_ONE_BIT}[train.optimizer], "params": params}
 
 
 def _zero(plan: Plan, bucket: int, backend: str, nvme_path: str | None) -> dict[str, Any]:

@@ -21,6 +21,10 @@ def check_expressible(plan: Plan, train: Train) -> None:
         raise BadInput("plan", what)
     if train.grad_reduce != "mean":
         raise BadInput("train.grad_reduce", f"{train.grad_reduce!r} given; other trainers take the mean; use mean")
+    if train.optimizer == "lars":
+        raise BadInput(
+            "train.optimizer", "'lars' is our own trainer's; other trainers get DeepSpeed's: use lamb or adamw"
+        )
 
 
 def arguments(plan: Plan, train: Train, deepspeed: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:

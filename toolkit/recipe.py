@@ -11,7 +11,7 @@ from toolkit.schema import number
 Precision = Literal["bf16", "fp16", "fp32"]
 Format = Literal["text", "instruction", "chat", "classification", "image-classification", "seq2seq"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
-OptimizerName = Literal["adamw", "lamb", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+OptimizerName = Literal["adamw", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Train:
     epochs: float | None = number(None, above=0)
     """Passes over the data; or give `steps`."""
     optimizer: OptimizerName = "adamw"
-    """Update rule."""
+    """Update rule; `lamb` and `lars` scale each layer's update by its norms; momentum of `lars` is the first beta."""
     lr: float = number(3e-4, above=0)
     """Peak learning rate."""
     betas: tuple[float, ...] = (0.9, 0.999)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.recipe import Train
+from toolkit.runtime.beginning import begin, undo_first_step
 from toolkit.runtime.clock import Clock, NoClock, part
 from toolkit.runtime.data import IGNORE, MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState, Place, Placed
@@ -24,6 +25,7 @@ from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.grad_norm import clip_gradients
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.noise_meter import NoiseMeter
+from toolkit.runtime.optimizers import own_optimizer
 from toolkit.runtime.shards import layout_of
 from toolkit.schedule import Schedule
 
@@ -120,14 +122,17 @@ class ReplicaEngine:
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
+            optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
             mpu=unit,
         )
-        undo_first_step(self._engine.optimizer, mesh.plan, train)
+        undo_first_step(self._engine.optimizer, mesh.plan)
+        begin(self.state, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 
@@ -136,7 +141,7 @@ class ReplicaEngine:
         return self._mesh.data
 
     @property
-    def state(self) -> Stateful:
+    def state(self) -> DeepSpeedState:
         named = dict(self.module.named_parameters())
         ranks = self._mesh.token_ranks  # sequence ranks hold whole copies, as replicas do
         return DeepSpeedState(
@@ -297,17 +302,3 @@ def hits(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torc
     """How many labels count, and for how many of them the likeliest value is right."""
     counts = labels != IGNORE
     return counts.sum(), ((logits.argmax(-1) == labels) & counts).sum()
-
-
-def undo_first_step(optimizer: Any, plan: Plan, train: Train) -> None:
-    """Give a 16-bit optimizer without ZeRO back its fresh state.
-
-    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
-    bias correction shortens the first updates, and weight decay has already bitten.
-    """
-    if plan.zero_stage > 0 or plan.precision == "fp32" or train.optimizer != "adamw":
-        return
-    optimizer.optimizer.state.clear()
-    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-        for master, weight in zip(masters, weights, strict=True):
-            master.data.copy_(weight.data)
