@@ -28,6 +28,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             flash_attention=recipe.model.attention != "eager",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             grad_clip=recipe.train.grad_clip,
+            reduce=recipe.train.reduce,
         ),
         fixed=recipe.strategy.fixed(),
     )

@@ -21,6 +21,9 @@ def check_expressible(plan: Plan, train: Train) -> None:
         raise BadInput("plan", what)
     if train.grad_reduce != "mean":
         raise BadInput("train.grad_reduce", f"{train.grad_reduce!r} given; other trainers take the mean; use mean")
+    if train.reduce.algorithm != "auto" or (train.reduce.bucket_elements and plan.zero_stage == 0):
+        what = "algorithm, and bucket_elements of ZeRO 0, are our own trainer's; leave them out for other trainers"
+        raise BadInput("train.reduce", what)
     if train.optimizer == "lars":
         raise BadInput(
             "train.optimizer", "'lars' is our own trainer's; other trainers get DeepSpeed's: use lamb or adamw"

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.callable_module import make_callable
 from toolkit.cluster import Cluster
 from toolkit.model_spec import ModelSpec
+from toolkit.recipe_batch import Reduce
 
 OFFLOADS = ("none", "cpu", "nvme", "cpu_params", "nvme_params")
 RECOMPUTES = ("none", "selective", "full")
@@ -35,6 +36,8 @@ class Workload:
     """Rank of LoRA adapters; 0: all weights are trained."""
     grad_clip: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    reduce: Reduce = field(default_factory=Reduce)
+    """How gradients of replicas are added up."""
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolkit.plan import AXES
+from toolkit.recipe_batch import Reduce
 from toolkit.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -148,6 +149,8 @@ class Train:
     """Largest global gradient norm; 0: no clipping."""
     grad_reduce: Literal["mean", "sum"] = "mean"
     """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
+    reduce: Reduce = field(default_factory=Reduce)
+    """How gradients of replicas are added up."""
     outer: Outer | None = None
     """Exchange between the islands of `local_sgd`; default: average."""
     seed: int = number(0, least=0, most=2**31 - 1)

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.recipe import Train
+from toolkit.runtime import reduction
 from toolkit.runtime.beginning import begin, undo_first_step
 from toolkit.runtime.clock import Clock, NoClock, part
 from toolkit.runtime.data import IGNORE, MicroBatch
@@ -133,6 +134,7 @@ class ReplicaEngine:
         )
         undo_first_step(self._engine.optimizer, mesh.plan)
         begin(self.state, mesh)
+        reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 

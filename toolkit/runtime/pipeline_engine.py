@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from toolkit.recipe import Train
+from toolkit.runtime import reduction
 from toolkit.runtime.beginning import begin
 from toolkit.runtime.clock import Clock, part
 from toolkit.runtime.data import MicroBatch
@@ -53,6 +54,7 @@ class PipelineRun:
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
         begin(self.state, mesh)
+        reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 
