@@ -162,6 +162,15 @@ RULES: tuple[Rule, ...] = (
         reason="V100 has no bf16; use precision fp16 or fp32",
     ),
     Rule(
+        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.pp > 1 or plan.offload != "none"),
+        reason="train.batch_ramp changes the micro-batches of a step, which a pipeline's schedule and offloaded "
+        "gradients are laid out for; use data_parallel, zero without offload, tensor or sequence parallel",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
+        reason="train.batch_ramp.start is no multiple of micro_batch × dp; use a smaller micro_batch or a larger start",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.zero_stage > 0 and _divides(job.workload.reduce),
         reason="train.reduce.scaling and predivide are for ZeRO 0: DeepSpeed's sharded reductions divide before the "
         "sum, always; leave them out",

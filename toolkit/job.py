@@ -29,6 +29,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             grad_clip=recipe.train.grad_clip,
             reduce=recipe.train.reduce,
+            ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
         ),
         fixed=recipe.strategy.fixed(),
     )

@@ -24,6 +24,8 @@ def check_expressible(plan: Plan, train: Train) -> None:
     if train.reduce.algorithm != "auto" or (train.reduce.bucket_elements and plan.zero_stage == 0):
         what = "algorithm, and bucket_elements of ZeRO 0, are our own trainer's; leave them out for other trainers"
         raise BadInput("train.reduce", what)
+    if train.batch_ramp is not None:
+        raise BadInput("train.batch_ramp", "our own trainer's; other trainers have one batch size: leave it out")
     if train.optimizer == "lars":
         raise BadInput(
             "train.optimizer", "'lars' is our own trainer's; other trainers get DeepSpeed's: use lamb or adamw"

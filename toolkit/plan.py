@@ -38,6 +38,8 @@ class Workload:
     """Largest global gradient norm; 0: no clipping."""
     reduce: Reduce = field(default_factory=Reduce)
     """How gradients of replicas are added up."""
+    ramp_start: int = 0
+    """Sequences of the first steps where the batch grows; 0: it does not."""
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolkit.plan import AXES
-from toolkit.recipe_batch import Reduce
+from toolkit.recipe_batch import BatchRamp, Reduce
 from toolkit.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -139,6 +139,8 @@ class Train:
     """How the learning rate follows `global_batch` relative to `base_batch`."""
     base_batch: int | None = number(None, least=1)
     """Batch that `lr` was chosen for; needed by `lr_scaling`."""
+    batch_ramp: BatchRamp | None = None
+    """A batch that grows; with `lr_scaling` the learning rate follows the batch of each step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up."""
     min_lr_ratio: float = number(0.1, least=0, most=1)

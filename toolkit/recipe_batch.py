@@ -28,6 +28,30 @@ class Reduce:
     """`ring`, `tree`: NCCL's; `hierarchical`: inside each host first, then shards between hosts (ZeRO 0)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """A global batch that starts small and doubles: small batches learn more from each token early on."""
+
+    start: int = number(least=1)
+    """Sequences of the first steps: `global_batch` halved once or more often."""
+    stage_steps: int = number(least=1)
+    """Steps at each size before the batch doubles."""
+
+
+def ramp_faults(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:
+    """A ramp that does not arrive at the global batch."""
+    if ramp is None:
+        return
+    times, rest = divmod(global_batch, ramp.start)
+    if rest or times < 2 or times & (times - 1):
+        sizes, half = [], global_batch
+        while half % 2 == 0:
+            half //= 2
+            sizes.append(str(half))
+        what = f"{ramp.start} given; doubling must lead to global_batch {global_batch}"
+        yield Problem("train.batch_ramp.start", f"{what}; use {' or '.join(sizes) or 'an even global_batch'}")
+
+
 def reduce_faults(section: Reduce) -> Iterator[Problem]:
     """What can't be whatever the plan."""
     if section.predivide is not None and section.scaling == "pre":

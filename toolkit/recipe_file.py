@@ -14,7 +14,7 @@ import yaml
 from toolkit.data_faults import data_faults, task_of
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe import Recipe, Strategy, Train
-from toolkit.recipe_batch import reduce_faults
+from toolkit.recipe_batch import ramp_faults, reduce_faults
 from toolkit.schema import build, show
 from toolkit.secrets_guard import secret_faults
 from toolkit.yaml_file import parse_yaml, read_yaml
@@ -89,7 +89,7 @@ def _apply(given: dict[str, Any], override: str, problems: list[Problem]) -> Non
 def _cross_faults(recipe: Recipe) -> list[Problem]:
     """What single fields can't show."""
     faults = [*_model_faults(recipe), *_train_faults(recipe.train), *reduce_faults(recipe.train.reduce)]
-    faults += [*_strategy_faults(recipe.strategy)]
+    faults += [*ramp_faults(recipe.train.batch_ramp, recipe.train.global_batch), *_strategy_faults(recipe.strategy)]
     faults += data_faults(recipe.data, recipe.train, recipe.model)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"

@@ -118,7 +118,8 @@ class ReplicaEngine:
         self._loss = loss or summed_loss
         self._take = take
         self._after_backward = after_backward
-        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
+        self._sums = train.grad_reduce == "sum"
+        self._accumulated = mesh.plan.grad_accum
         self._faults = FaultCounter(device())
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
@@ -162,9 +163,12 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        tokens = counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        plan, tokens = self._mesh.plan, counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        self._accumulate(len(batch))
         # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
-        weight = self._scale * self._mesh.plan.grad_accum * self._mesh.token_ranks / max(tokens, 1)
+        weight = len(batch) * self._mesh.token_ranks / max(tokens, 1)
+        if self._sums:
+            weight *= plan.global_batch // plan.grad_accum * len(batch)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         self._faults.reset()
@@ -191,7 +195,7 @@ class ReplicaEngine:
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            micro_square=self._noise.take(self._mesh.plan.grad_accum) if self._noise else None,
+            micro_square=self._noise.take(len(batch)) if self._noise else None,
             own_faults=faults,
         )
 
@@ -212,6 +216,14 @@ class ReplicaEngine:
         total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
         # Tensor ranks hold their columns of the logits only: which is the largest, none of them knows.
         return Sums(total, int(counted), int(correct) if self._mesh.plan.tp == 1 else None)
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """A batch that grows has more micro-batches; DeepSpeed counts them from a step's first."""
+        if micro_batches != self._accumulated:
+            engine, self._accumulated = self._engine, micro_batches
+            size = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            engine.set_train_batch_size(size * micro_batches)
+            engine.micro_steps = 0
 
     def _check_once(self) -> None:
         check, self._after_backward = self._after_backward, None
