@@ -23,7 +23,8 @@ class Schedule:
 
     def factor(self, step: int) -> float:
         """Factor for the update number `step`, counted from 0."""
-        return self._shape(step) * (self.batches.size(step) / self.batches.full) ** self.power
+        share = self.batches.size(step) / self.batches.full
+        return self._shape(step) * math.pow(share, self.power)
 
     def _shape(self, step: int) -> float:
         if step < self.warmup_steps:
