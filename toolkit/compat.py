@@ -21,7 +21,8 @@ NCCL = ("ring", "tree")
 """All-reduce algorithms that NCCL lets one choose."""
 LAYER_WISE = ("lamb", "lars")
 """Optimizers whose update depends on norms of whole layers."""
-ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+ONE_BIT = ("onebit_lamb", "zero_one_adam")
+"""Optimizers of DeepSpeed before 0.19.7 that compress through NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,9 +204,17 @@ RULES: tuple[Rule, ...] = (
         "parts of; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
     ),
     Rule(
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
+        reason="onebit_adam averages compressed momentum between whole replicas; use data_parallel (ZeRO 0)",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and plan.precision == "fp16",
+        reason="onebit_adam keeps compression errors that a moving loss scale would spoil; use precision bf16 or fp32",
+    ),
+    Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
-        reason="1-bit Adam, 0/1 Adam and 1-bit LAMB were removed in DeepSpeed 0.19.7; use strategy.zero_quantized on "
-        "NVIDIA devices, train.reduce.dtype bf16, or local_sgd for slow links",
+        reason="0/1 Adam and 1-bit LAMB were DeepSpeed's, and removed in 0.19.7; use onebit_adam, "
+        "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
         since="0.19.7",
     ),
     Rule(

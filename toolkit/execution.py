@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from toolkit.cluster import Cluster
+from toolkit.compression import ONE_BIT_BYTES
 from toolkit.model_spec import ModelSpec
 from toolkit.operators import LayerShape, Slice
 from toolkit.plan import Job, Plan
 from toolkit.recipe_batch import Reduce
 from toolkit.software import DEEPSPEED_HF, Software
+
+COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers that exchange signs; what is told of their traffic is true after the steps that warm them up."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +157,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         ep=plan.ep, zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.sp if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
-        grad_wire=_grad_wire(plan, work.reduce),
+        grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
@@ -162,10 +166,12 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     )  # fmt: skip
 
 
-def _grad_wire(plan: Plan, section: Reduce) -> float:
+def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:
     """Size of a gradient in flight over that in the model's precision."""
     if plan.zero_quantized in ("gradients", "both"):
         return 0.25
+    if optimizer in COMPRESSING:
+        return ONE_BIT_BYTES / (4 if plan.precision == "fp32" else 2)
     own, sent = plan.precision == "fp32", (section.dtype or plan.precision) == "fp32"
     return (2.0 if sent else 1.0) / (2.0 if own else 1.0)
 

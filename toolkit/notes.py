@@ -49,5 +49,10 @@ def _wire(plan: Plan, train: Train) -> Iterator[str]:
         yield f"gradients are reduced in {sent}, narrower than {plan.precision}: losses differ by rounding"
     for name, value in nccl_settings(train.reduce.algorithm, {}).items():
         yield f"every worker sets {name}={value}"
+    if train.optimizer == "onebit_adam":
+        yield (
+            f"onebit_adam compresses after {train.freeze_steps} steps: the result is near that of Adam, not the same; "
+            "the times shown are those after these steps"
+        )
     if plan.zero_quantized != "none":
         yield f"ZeRO++ quantises {plan.zero_quantized} on the wire: the result is near one process's, not the same"

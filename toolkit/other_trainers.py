@@ -26,10 +26,9 @@ def check_expressible(plan: Plan, train: Train) -> None:
         raise BadInput("train.reduce", what)
     if train.batch_ramp is not None:
         raise BadInput("train.batch_ramp", "our own trainer's; other trainers have one batch size: leave it out")
-    if train.optimizer == "lars":
-        raise BadInput(
-            "train.optimizer", "'lars' is our own trainer's; other trainers get DeepSpeed's: use lamb or adamw"
-        )
+    if train.optimizer in ("lars", "onebit_adam"):
+        what = f"{train.optimizer!r} is our own trainer's; other trainers get DeepSpeed's: use lamb or adamw"
+        raise BadInput("train.optimizer", what)
 
 
 def arguments(plan: Plan, train: Train, deepspeed: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:

@@ -127,6 +127,8 @@ class Train:
     """Passes over the data; or give `steps`."""
     optimizer: OptimizerName = "adamw"
     """Update rule; `lamb` and `lars` scale each layer's update by its norms; momentum of `lars` is the first beta."""
+    freeze_steps: int | None = number(None, least=1)
+    """Steps before `onebit_adam` compresses; needed by it. Longer than the warm-up of the learning rate is best."""
     lr: float = number(3e-4, above=0)
     """Peak learning rate."""
     betas: tuple[float, ...] = (0.9, 0.999)

@@ -38,6 +38,19 @@ class BatchRamp:
     """Steps at each size before the batch doubles."""
 
 
+def one_bit_faults(optimizer: str, freeze_steps: int | None, grad_clip: float) -> Iterator[Problem]:
+    """What compression can't do without, and can't do."""
+    if optimizer != "onebit_adam":
+        if freeze_steps is not None:
+            yield Problem("train.freeze_steps", f"unused with optimizer {optimizer}; remove it, or use onebit_adam")
+        return
+    if freeze_steps is None:
+        yield Problem("train.freeze_steps", "required with onebit_adam: steps of plain Adam before it compresses")
+    if grad_clip:
+        what = f"{grad_clip:g} given; under onebit_adam no rank has the whole gradient to clip: use 0"
+        yield Problem("train.grad_clip", what)
+
+
 def ramp_faults(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:
     """A ramp that does not arrive at the global batch."""
     if ramp is None:

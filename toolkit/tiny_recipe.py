@@ -94,5 +94,5 @@ def _train(given: Train) -> Train:
     return replace(
         given, steps=STEPS, epochs=None, global_batch=GLOBAL_BATCH, warmup=0.0, eval_every=every,
         eval_samples=16 if every else None, lr_scaling="none", base_batch=None, critical_batch=None,
-        batch_ramp=None, reduce=Reduce(),
+        batch_ramp=None, reduce=Reduce(), freeze_steps=given.freeze_steps and 2,
     )  # fmt: skip

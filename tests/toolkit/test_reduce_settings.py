@@ -14,6 +14,7 @@ from toolkit.calibration import CALIBRATION
 from toolkit.compat import refusal
 from toolkit.deepspeed_config import deepspeed_config
 from toolkit.errors import BadInput
+from toolkit.execution import of_plan
 from toolkit.launch import nccl_settings
 from toolkit.memory import memory
 from toolkit.plan import Plan
@@ -88,6 +89,40 @@ def test_the_planner_knows_what_travels() -> None:
     plain = seconds(ZERO_2, overlap=False)
     assert seconds(ZERO_2) < plain < seconds(ZERO_2, overlap=False, dtype="fp32")
     assert seconds(ZERO_0, overlap=False, algorithm="hierarchical") != seconds(ZERO_0, overlap=False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "times"), [("onebit_adam", "fp32", 31), ("onebit_adam", "bf16", 15)]
+)
+def test_signs_are_a_small_part_of_gradients(optimizer: str, precision: str, times: int) -> None:
+    one = job(LLAMA_2_7B, machines=cluster(nodes=2), global_batch=16)
+    plan = replace(ZERO_0, precision=precision)
+    whole = of_plan(plan, one)
+    signs = of_plan(plan, replace(one, workload=replace(one.workload, optimizer=optimizer)))
+    assert times < whole.grad_wire / signs.grad_wire < times + 1
+    slow = replace(one, cluster=replace(one.cluster, inter_bytes_per_second=1e8))
+    compressed = replace(slow, workload=replace(slow.workload, optimizer=optimizer))
+    assert step_time(plan, slow).dp_comm > 10 * step_time(plan, compressed).dp_comm
+
+
+def test_one_bit_adam_runs_on_whole_replicas_and_its_kin_are_gone() -> None:
+    one = job(LLAMA_2_7B, machines=cluster(nodes=2))
+    signs = replace(one, workload=replace(one.workload, optimizer="onebit_adam"))
+    assert refusal(ZERO_0, signs) is None
+    assert "whole replicas" in (refusal(ZERO_2, signs) or "")
+    assert "loss scale" in (refusal(replace(ZERO_0, precision="fp16"), signs) or "")
+    for gone in ("onebit_lamb", "zero_one_adam"):
+        asked = replace(one, workload=replace(one.workload, optimizer=gone))
+        assert "removed in 0.19.7" in (refusal(ZERO_0, asked, (0, 19, 8)) or "")
+        assert "precision fp16" in (refusal(ZERO_0, asked, (0, 19, 6)) or "")
+
+
+def test_quantised_gradients_travel_in_a_quarter() -> None:
+    one = job(LLAMA_2_7B, machines=cluster(nodes=2), global_batch=16)
+    plan = replace(ZERO_2, zero_stage=3, zero_quantized="gradients")
+    assert of_plan(plan, one).grad_wire == 0.25
+    assert step_time(plan, one).dp_comm <= step_time(replace(plan, zero_quantized="none"), one).dp_comm
+    assert "CUDA kernels" in (reason(plan, cpu=True) or "")
 
 
 def test_a_bucket_s_memory_is_known() -> None:

@@ -10,6 +10,7 @@ from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.mesh import Mesh
+from toolkit.runtime.onebit import Exchange, OneBitAdam
 from toolkit.runtime.optimizers import Layers, Own, Span
 
 
@@ -27,11 +28,21 @@ def undo_first_step(optimizer: Any, plan: Plan) -> None:
             master.data.copy_(weight.data)
 
 
-def begin(state: DeepSpeedState, mesh: Mesh) -> None:
-    """Tell an optimizer of ours which elements form a layer, and that steps count from now on."""
+def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
+    """Tell an optimizer of ours what it needs, and that steps count from now on."""
+    if isinstance(state.base, OneBitAdam):
+        _begin_one_bit(engine, state.base, mesh)
     if isinstance(state.base, Own):
         whole = mesh.plan.zero_stage == 0 or mesh.plan.tp * mesh.plan.pp > 1
         state.base.begin(Layers() if whole else _sharded(state, mesh))
+
+
+def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:
+    """Once it compresses, the optimizer exchanges; until then the engine reduces gradients as ever."""
+    ranks = mesh.plan.dp
+    optimizer.begin(Exchange(ranks, mesh.data, mesh.data_group) if ranks > 1 else None)
+    reduce = engine.allreduce_gradients
+    engine.allreduce_gradients = lambda *args, **kwargs: None if optimizer.compresses else reduce(*args, **kwargs)
 
 
 def _sharded(state: DeepSpeedState, mesh: Mesh) -> Layers:

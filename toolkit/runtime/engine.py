@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,9 +22,9 @@ from toolkit.runtime.distributed import device
 from toolkit.runtime.expert_places import expert_copies, expert_places
 from toolkit.runtime.faults import FaultCounter
 from toolkit.runtime.fragments import Stateful
-from toolkit.runtime.grad_norm import clip_gradients
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.noise_meter import NoiseMeter
+from toolkit.runtime.norm_meter import NoNumbers, NormMeter
 from toolkit.runtime.optimizers import own_optimizer
 from toolkit.runtime.shards import layout_of
 from toolkit.schedule import Schedule
@@ -93,10 +92,6 @@ class Engine(Protocol):
         """Tell a clock which part of a step runs, from now on."""
 
 
-class NoNumbers(Exception):
-    """The averaged gradient is NaN or infinite."""
-
-
 class ReplicaEngine:
     """Data parallel, ZeRO and tensor parallel: a replica is one model, whole or in shards, called in one piece."""
 
@@ -134,7 +129,7 @@ class ReplicaEngine:
             mpu=unit,
         )
         undo_first_step(self._engine.optimizer, mesh.plan)
-        begin(self.state, mesh)
+        begin(self._engine, self.state, mesh)
         reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
@@ -256,36 +251,6 @@ def time_gradient_sync(engine: Any, clock: Clock) -> None:
             return finish(*args, **kwargs)
 
     engine.allreduce_gradients = timed
-
-
-class NormMeter:
-    """The gradient norm of the last step, whatever the optimizer.
-
-    DeepSpeed (0.19) tells it under ZeRO and in 16 bits. Plain fp32 gradients it clips without telling, in a pipeline
-    by the first stage's norm and with tied weights counted twice; there we measure and clip ourselves.
-    """
-
-    def __init__(self, engine: Any, mesh: Mesh) -> None:
-        self._engine = engine
-        self._mesh = mesh
-        self._norm = float("nan")
-        self._plain = mesh.plan.zero_stage == 0 and mesh.plan.precision == "fp32"
-        if self._plain:
-            limit = engine.gradient_clipping() or float("inf")
-            engine.gradient_clipping = lambda: limit  # above 0: the engine then calls what follows at every step
-            engine.clip_fp32_gradients = lambda: self._clip(limit)
-
-    def last(self) -> float:
-        """Before clipping."""
-        if self._plain:
-            return self._norm
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
-
-    def _clip(self, limit: float) -> None:
-        self._norm = clip_gradients(self._engine.module.parameters(), self._mesh, limit)
-        if not math.isfinite(self._norm):
-            raise NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
 
 
 def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from toolkit.recipe import Train
+from toolkit.runtime.onebit import OneBitAdam
 
 TRUST = 0.001
 """LARS: how far one update at learning rate 1 moves a layer, relative to its norm (You et al. 2017)."""
@@ -124,13 +125,18 @@ def lars(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train:
 RULES: dict[str, Rule] = {"lion": lion, "lamb": lamb, "lars": lars}
 
 
-def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Callable[..., Own] | None, dict[str, Any]]:
+Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+
+
+def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Make | None, dict[str, Any]]:
     """What makes the optimizer if it is one of ours, and the DeepSpeed config that goes with it."""
+    lr = float(config["optimizer"]["params"]["lr"])
+    rest = {key: value for key, value in config.items() if key != "optimizer"}
+    if train.optimizer == "onebit_adam":
+        return (lambda parameters: OneBitAdam(parameters, train, lr)), rest
     rule = RULES.get(train.optimizer)
     if rule is None:
         return None, config
-    lr = float(config["optimizer"]["params"]["lr"])
-    rest = {key: value for key, value in config.items() if key != "optimizer"}
     return (lambda parameters: Own(parameters, rule, train, lr)), rest
 
 

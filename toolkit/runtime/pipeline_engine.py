@@ -19,8 +19,9 @@ from toolkit.runtime.clock import Clock, part
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import NoNumbers, NormMeter, Scaling, StepResult, Sums, counted_tokens, placed
+from toolkit.runtime.engine import Scaling, StepResult, Sums, counted_tokens, placed
 from toolkit.runtime.mesh import Mesh
+from toolkit.runtime.norm_meter import NoNumbers, NormMeter
 from toolkit.runtime.optimizers import own_optimizer
 from toolkit.runtime.pipeline_stage import Stage
 from toolkit.runtime.shards import layout_of
@@ -53,7 +54,7 @@ class PipelineRun:
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
-        begin(self.state, mesh)
+        begin(self._engine, self.state, mesh)
         reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
