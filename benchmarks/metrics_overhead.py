@@ -21,6 +21,7 @@ from typing import Any
 import deepspeed.comm.comm as comm
 import torch
 
+from toolkit.batches import Batches
 from toolkit.deepspeed_config import deepspeed_config
 from toolkit.plan import Plan
 from toolkit.recipe import Train, Wandb
@@ -104,7 +105,8 @@ def measure(plan: Plan, blocks: int, block_steps: int, directory: str) -> dict[s
         guard=SpikeGuard(float("inf")),
         all_agree=True,
         noise=None,
-        batches=(plan.micro_batch, plan.global_batch),
+        micro_batch=plan.micro_batch,
+        batches=Batches(plan.global_batch),
         scales_loss=False,
         saved=lambda: 0,
         tracer=Tracer(None, Path(directory), world.rank),

@@ -46,6 +46,14 @@ def all_reduce(size: float, where: Group, cluster: Cluster, cal: Calibration) ->
     return _startup(where, cluster, cal) + _transfer(2.0 * (where.ranks - 1) / where.ranks, size, rate, cal)
 
 
+def hierarchical(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
+    """All-reduce in three parts: scattered inside every node, shards between nodes, gathered inside."""
+    inside = Group(where.per_node, where.per_node)
+    between = Group(where.nodes, 1, where.sites)
+    shards = all_reduce(size / where.per_node, between, cluster, cal)
+    return 2 * gather(size, inside, cluster, cal) + shards
+
+
 def gather(size: float, where: Group, cluster: Cluster, cal: Calibration, messages: int = 1) -> float:
     """All-gather or reduce-scatter of `size` bytes in full: a ring, each message of which passes every rank in turn."""
     if where.ranks <= 1 or size <= 0:

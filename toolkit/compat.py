@@ -12,11 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.plan import Job, Plan
+from toolkit.recipe_batch import Reduce
 
 Version = tuple[int, ...]
 AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
 """Model types that DeepSpeed (0.19) spreads experts of."""
-ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+NCCL = ("ring", "tree")
+"""All-reduce algorithms that NCCL lets one choose."""
+LAYER_WISE = ("lamb", "lars")
+"""Optimizers whose update depends on norms of whole layers."""
+ONE_BIT = ("onebit_lamb", "zero_one_adam")
+"""Optimizers of DeepSpeed before 0.19.7 that compress through NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +163,59 @@ RULES: tuple[Rule, ...] = (
         reason="V100 has no bf16; use precision fp16 or fp32",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer in ("lamb", "lion") and job.cluster.device.backend != "cuda",
-        reason="DeepSpeed's LAMB and Lion are CUDA kernels; use optimizer adamw or sgd on this device",
+        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.pp > 1 or plan.offload != "none"),
+        reason="train.batch_ramp changes the micro-batches of a step, which a pipeline's schedule and offloaded "
+        "gradients are laid out for; use data_parallel, zero without offload, tensor or sequence parallel",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
+        reason="train.batch_ramp.start is no multiple of micro_batch × dp; use a smaller micro_batch or a larger start",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_stage > 0 and _divides(job.workload.reduce),
+        reason="train.reduce.scaling and predivide are for ZeRO 0: DeepSpeed's sharded reductions divide before the "
+        "sum, always; leave them out",
+    ),
+    Rule(
+        forbids=lambda plan, job: bool(job.workload.reduce.overlap) and job.cluster.device.backend == "cpu",
+        reason="train.reduce.overlap needs device streams, which a CPU has not; leave it out",
+    ),
+    Rule(
+        forbids=lambda plan, job: bool(job.workload.reduce.overlap) and not _can_overlap(plan),
+        reason="train.reduce.overlap needs ZeRO 2 or 3, or ZeRO 1 in fp16 or fp32, and no pipeline: DeepSpeed reduces "
+        "after the backward pass otherwise; leave it out",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.reduce.algorithm in NCCL and job.cluster.device.backend != "cuda",
+        reason="train.reduce.algorithm ring and tree are NCCL's; other devices have no choice: use auto",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and not _only_replicas(plan),
+        reason="train.reduce.algorithm hierarchical takes over DeepSpeed's all-reduce, which ZeRO 0 alone uses, "
+        "without other axes; use data_parallel, or algorithm auto",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and job.cluster.nodes == 1,
+        reason="train.reduce.algorithm hierarchical needs several hosts; inside one there is nothing to gain: use auto",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
+        reason="lamb and lars scale updates by norms of whole layers, which tensor, pipeline and expert ranks hold "
+        "parts of; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
+        reason="onebit_adam averages compressed momentum between whole replicas; use data_parallel (ZeRO 0)",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and plan.precision == "fp16",
+        reason="onebit_adam keeps compression errors that a moving loss scale would spoil; use precision bf16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
+        reason="0/1 Adam and 1-bit LAMB were DeepSpeed's, and removed in 0.19.7; use onebit_adam, "
+        "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
+        since="0.19.7",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and job.cluster.device.backend != "cuda",
@@ -217,6 +274,19 @@ def parse_version(text: str) -> Version:
 def _splits(plan: Plan) -> bool:
     """Whether the sharding group is a true part of the replicas."""
     return 1 < plan.zero_group < plan.dp and plan.dp % plan.zero_group == 0
+
+
+def _divides(section: Reduce) -> bool:
+    return section.scaling is not None or section.predivide is not None
+
+
+def _can_overlap(plan: Plan) -> bool:
+    """ZeRO 1 in bf16 is a wrapper of its own (BF16_Optimizer), which reduces at the end."""
+    return plan.pp == 1 and (plan.zero_stage > 1 or (plan.zero_stage == 1 and plan.precision != "bf16"))
+
+
+def _only_replicas(plan: Plan) -> bool:
+    return plan.zero_stage == 0 and plan.tp * plan.pp * plan.sp * plan.ep * plan.islands == 1
 
 
 def _applies(rule: Rule, version: Version) -> bool:

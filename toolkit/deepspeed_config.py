@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.plan import Plan
 from toolkit.recipe import Train
+from toolkit.recipe_batch import Reduce
 
 NEVER = 2**31 - 1
 """Steps between DeepSpeed's own progress lines; we print ours."""
@@ -15,7 +16,8 @@ BUCKET_ELEMENTS = 200_000_000
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size whole on every rank: gathering them costs more than holding them."""
 
-_FUSED = {"lamb": "Lamb", "lion": "Lion"}
+OWN = {"lamb": "Lamb", "lion": "Lion", "lars": "Lars"}
+"""Optimizers that our trainer brings itself; the names are DeepSpeed's, which has kernels for two of them."""
 _ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}
 
 
@@ -28,11 +30,11 @@ def deepspeed_config(
         "gradient_accumulation_steps": plan.grad_accum,
         # 0 until 0.19.2, 1.0 since 0.19.3: always written.
         "gradient_clipping": float(train.grad_clip),
-        "prescale_gradients": False,
+        **_reduction(train.reduce),
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
         "optimizer": _optimizer(plan, train),
-        "zero_optimization": _zero(plan, bucket_elements(params, plan.tp * plan.pp), backend, nvme_path),
+        "zero_optimization": _zero(plan, train.reduce, params, backend, nvme_path),
         # Our optimizer states live on the host under offload; torch's fused AdamW updates them there,
         # vectorised and without a compiler, so DeepSpeed's own (built on first use) is not forced.
         "zero_force_ds_cpu_optimizer": False,
@@ -44,9 +46,19 @@ def deepspeed_config(
     }
 
 
-def bucket_elements(params: float, parts: int) -> int:
+def bucket_elements(params: float, parts: int, asked: int | None = None) -> int:
     """A reduction bucket: one rank's share of the parameters at most, since DeepSpeed allocates it whole."""
-    return min(BUCKET_ELEMENTS, math.ceil(params / parts))
+    return min(asked or BUCKET_ELEMENTS, math.ceil(params / parts))
+
+
+def _reduction(section: Reduce) -> dict[str, Any]:
+    """What is not said is left to DeepSpeed: the model's precision on the wire."""
+    config: dict[str, Any] = {"prescale_gradients": section.scaling == "pre"}
+    if section.predivide is not None:
+        config["gradient_predivide_factor"] = section.predivide
+    if section.dtype is not None:
+        config["communication_data_type"] = section.dtype
+    return config
 
 
 def scaled_lr(train: Train) -> float:
@@ -69,18 +81,19 @@ def _optimizer(plan: Plan, train: Train) -> dict[str, Any]:
     if train.optimizer == "adamw":
         # torch's fused AdamW needs no compiler on any device; DeepSpeed's FusedAdam builds CUDA code on first use.
         return {"type": "AdamW", "params": {**params, "torch_adam": True, "fused": True}}
-    return {"type": {**_FUSED, **_ONE_BIT}[train.optimizer], "params": params}
+    return {"type": {**OWN, **_ONE_BIT}[train.optimizer], "params": params}
 
 
-def _zero(plan: Plan, bucket: int, backend: str, nvme_path: str | None) -> dict[str, Any]:
+def _zero(plan: Plan, reduce: Reduce, params: int, backend: str, nvme_path: str | None) -> dict[str, Any]:
     config: dict[str, Any] = {"stage": plan.zero_stage}
+    bucket = bucket_elements(params, plan.tp * plan.pp, reduce.bucket_elements)
     if plan.zero_stage == 0:
         return config
     config |= {
         "contiguous_gradients": True,
         "reduce_scatter": True,
         # Its default depends on the stage and has changed: written out. Streams exist on accelerators only.
-        "overlap_comm": backend != "cpu",
+        "overlap_comm": backend != "cpu" if reduce.overlap is None else reduce.overlap,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "round_robin_gradients": False,

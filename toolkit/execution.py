@@ -6,10 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from toolkit.cluster import Cluster
+from toolkit.compression import ONE_BIT_BYTES
 from toolkit.model_spec import ModelSpec
 from toolkit.operators import LayerShape, Slice
 from toolkit.plan import Job, Plan
+from toolkit.recipe_batch import Reduce
 from toolkit.software import DEEPSPEED_HF, Software
+
+COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers that exchange signs; what is told of their traffic is true after the steps that warm them up."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,10 @@ class Execution:
     exchange_bits: int = 32
     exchange_hidden: bool = False
     exchange_states: int = 1
+    bucket_elements: int | None = None
+    """Elements of a reduction bucket, where the recipe says so."""
+    hierarchical: bool = False
+    """Whether gradients are reduced inside hosts first, then in shards between them."""
     drops_gradients: bool = False
     """Whether gradients are freed after each update, as DeepSpeed does, or live in buffers for good (Megatron)."""
     master_weights: bool = True
@@ -152,14 +161,16 @@ def lora_params(model: ModelSpec, rank: int) -> int:
 def of_plan(plan: Plan, job: Job) -> Execution:
     """The execution that DeepSpeed with a Hugging Face model makes of a plan."""
     work = job.workload
-    software = _deepspeed(flash=work.flash_attention, overlap=plan.pp == 1 and job.cluster.device.backend != "cpu")
+    overlap = plan.pp == 1 and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
+    software = _deepspeed(flash=work.flash_attention, overlap=overlap)
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
         ep=plan.ep, zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.sp if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
-        grad_wire=0.25 if plan.zero_quantized in ("gradients", "both") else 1.0,
+        grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
+        bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
@@ -167,6 +178,16 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         exchange_hidden=work.exchange_hidden, exchange_states=work.exchange_states,
         quantized_base=work.quantized_base,
     )  # fmt: skip
+
+
+def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:
+    """Size of a gradient in flight over that in the model's precision."""
+    if plan.zero_quantized in ("gradients", "both"):
+        return 0.25
+    if optimizer in COMPRESSING:
+        return ONE_BIT_BYTES / (4 if plan.precision == "fp32" else 2)
+    own, sent = plan.precision == "fp32", (section.dtype or plan.precision) == "fp32"
+    return (2.0 if sent else 1.0) / (2.0 if own else 1.0)
 
 
 @lru_cache(maxsize=8)

@@ -30,6 +30,8 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",
             grad_clip=recipe.train.grad_clip,
             **_exchange(recipe.train.outer or Outer()),
+            reduce=recipe.train.reduce,
+            ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
         ),
         fixed=recipe.strategy.fixed(),
     )

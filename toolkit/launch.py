@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from toolkit.errors import BadInput
 from toolkit.hostfile import Host
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun")
@@ -17,6 +18,7 @@ WORKER = "toolkit.worker"
 PARENT = "TOOLKIT_PARENT"
 """Environment variable with the supervisor's process id: a worker whose parent has gone ends itself."""
 _EXPORTED = ("NCCL_", "GLOO_", "UCX_", "HF_", "TRANSFORMERS_", "WANDB_", "TORCH_", "OMP_", "DS_", "LD_LIBRARY_PATH")
+NCCL_ALGORITHMS = {"ring": "Ring", "tree": "Tree"}
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|PROXY", re.IGNORECASE)
 
@@ -122,6 +124,17 @@ def environment(command: Command | None = None) -> dict[str, str]:
 def exported(env: Mapping[str, str]) -> dict[str, str]:
     """The settings that other hosts get. Secrets are among them: they may travel through ssh, never in an argv."""
     return {key: value for key, value in env.items() if key.startswith(_EXPORTED) or key.upper() in _PROXIES}
+
+
+def nccl_settings(algorithm: str, env: Mapping[str, str]) -> dict[str, str]:
+    """What makes NCCL reduce by the recipe's algorithm; `BadInput` if the environment says otherwise."""
+    if algorithm not in NCCL_ALGORITHMS:
+        return {}
+    wanted, given = NCCL_ALGORITHMS[algorithm], env.get("NCCL_ALGO")
+    if given is not None and given.lower() != wanted.lower():
+        what = f"{algorithm} given, but the environment has NCCL_ALGO={given}; remove one of them"
+        raise BadInput("train.reduce.algorithm", what)
+    return {"NCCL_ALGO": wanted}
 
 
 def is_secret(name: str) -> bool:

@@ -178,7 +178,7 @@ def _buffers(e: Execution, params: float) -> float:
 
 
 def _own_bucket(e: Execution) -> float:
-    return bucket_elements(e.model_params * e.trained_share, e.tp * e.pp)
+    return bucket_elements(e.model_params * e.trained_share, e.tp * e.pp, e.bucket_elements)
 
 
 def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
@@ -188,7 +188,7 @@ def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
     trained = params * e.trained_share
     need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
     if e.drops_gradients and e.replicas > 1:
-        flat = e.element_bytes * min(_own_bucket(e) if e.zero_stage else BUCKET_ELEMENTS, trained)
+        flat = e.element_bytes * min(_own_bucket(e) if e.zero_stage else e.bucket_elements or BUCKET_ELEMENTS, trained)
         need += flat * (2 if e.zero_stage == 3 and e.cluster.device.backend == "cpu" else 1)  # gloo sums in a copy
     return max(0.0, need - _freed(e, parts))
 

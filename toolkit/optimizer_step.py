@@ -6,7 +6,9 @@ from toolkit.calibration import Calibration
 from toolkit.execution import Execution
 from toolkit.traffic import stage_params
 
-MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 0, "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3}
+MOMENTS = {
+    "adamw": 2, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0, "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3,
+}  # fmt: skip
 """fp32 tensors an optimizer keeps for each parameter, master weights not counted."""
 UPDATE_BYTES = 14.0
 """Read the gradient (2), read and write the master (8), write the 16-bit weight (2), read it for the norm (2)."""

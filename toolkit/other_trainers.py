@@ -21,6 +21,14 @@ def check_expressible(plan: Plan, train: Train) -> None:
         raise BadInput("plan", what)
     if train.grad_reduce != "mean":
         raise BadInput("train.grad_reduce", f"{train.grad_reduce!r} given; other trainers take the mean; use mean")
+    if train.reduce.algorithm != "auto" or (train.reduce.bucket_elements and plan.zero_stage == 0):
+        what = "algorithm, and bucket_elements of ZeRO 0, are our own trainer's; leave them out for other trainers"
+        raise BadInput("train.reduce", what)
+    if train.batch_ramp is not None:
+        raise BadInput("train.batch_ramp", "our own trainer's; other trainers have one batch size: leave it out")
+    if train.optimizer in ("lars", "onebit_adam"):
+        what = f"{train.optimizer!r} is our own trainer's; other trainers get DeepSpeed's: use lamb or adamw"
+        raise BadInput("train.optimizer", what)
 
 
 def arguments(plan: Plan, train: Train, deepspeed: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.callable_module import make_callable
 from toolkit.cluster import Cluster
 from toolkit.model_spec import ModelSpec
+from toolkit.recipe_batch import Reduce
 
 OFFLOADS = ("none", "cpu", "nvme", "cpu_params", "nvme_params")
 RECOMPUTES = ("none", "selective", "full")
@@ -43,6 +44,10 @@ class Workload:
     """Whether islands train on while they exchange."""
     exchange_states: int = 1
     """fp32 copies of the weights that the exchange keeps, shared out over the ranks of an island."""
+    reduce: Reduce = field(default_factory=Reduce)
+    """How gradients of replicas are added up."""
+    ramp_start: int = 0
+    """Sequences of the first steps where the batch grows; 0: it does not."""
 
     @property
     def tokens(self) -> int:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolkit.plan import AXES
+from toolkit.recipe_batch import BatchRamp, Reduce
 from toolkit.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Format = Literal["text", "instruction", "chat", "classification", "image-classification", "seq2seq"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
-OptimizerName = Literal["adamw", "lamb", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+OptimizerName = Literal["adamw", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,9 @@ class Train:
     epochs: float | None = number(None, above=0)
     """Passes over the data; or give `steps`."""
     optimizer: OptimizerName = "adamw"
-    """Update rule."""
+    """Update rule; `lamb` and `lars` scale each layer's update by its norms; momentum of `lars` is the first beta."""
+    freeze_steps: int | None = number(None, least=1)
+    """Steps before `onebit_adam` compresses; needed by it. Longer than the warm-up of the learning rate is best."""
     lr: float = number(3e-4, above=0)
     """Peak learning rate."""
     betas: tuple[float, ...] = (0.9, 0.999)
@@ -144,6 +147,8 @@ class Train:
     """How the learning rate follows `global_batch` relative to `base_batch`."""
     base_batch: int | None = number(None, least=1)
     """Batch that `lr` was chosen for; needed by `lr_scaling`."""
+    batch_ramp: BatchRamp | None = None
+    """A batch that grows; with `lr_scaling` the learning rate follows the batch of each step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Learning rate after the warm-up."""
     min_lr_ratio: float = number(0.1, least=0, most=1)
@@ -154,6 +159,8 @@ class Train:
     """Largest global gradient norm; 0: no clipping."""
     grad_reduce: Literal["mean", "sum"] = "mean"
     """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
+    reduce: Reduce = field(default_factory=Reduce)
+    """How gradients of replicas are added up."""
     outer: Outer | None = None
     """Exchange between the islands of `local_sgd`; default: average."""
     seed: int = number(0, least=0, most=2**31 - 1)

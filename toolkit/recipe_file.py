@@ -14,6 +14,7 @@ import yaml
 from toolkit.data_faults import data_faults, task_of
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe import Recipe, Strategy, Train
+from toolkit.recipe_batch import one_bit_faults, ramp_faults, reduce_faults
 from toolkit.schema import build, show
 from toolkit.secrets_guard import secret_faults
 from toolkit.yaml_file import parse_yaml, read_yaml
@@ -92,6 +93,8 @@ def _cross_faults(recipe: Recipe) -> list[Problem]:
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
         faults.append(Problem("name", what))
+    if recipe.metrics.noise_scale and recipe.train.optimizer == "onebit_adam":
+        faults.append(Problem("metrics.noise_scale", "needs reduced gradients, which onebit_adam has not; use adamw"))
     if not recipe.output.strip():
         faults.append(Problem("output", "empty; a directory is required"))
     return faults
@@ -111,6 +114,9 @@ def _model_faults(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _train_faults(train: Train) -> Iterator[Problem]:
+    yield from reduce_faults(train.reduce)
+    yield from ramp_faults(train.batch_ramp, train.global_batch)
+    yield from one_bit_faults(train.optimizer, train.freeze_steps, train.grad_clip)
     if train.steps is not None and train.epochs is not None:
         yield Problem("train", "steps and epochs exclude each other; give one of them")
     if train.steps is None and train.epochs is None:

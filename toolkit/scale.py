@@ -69,7 +69,7 @@ def with_devices(job: Job, devices: int, *, weak: bool) -> Job:
     batch = job.workload.global_batch
     if weak:
         batch = max(1, batch * devices // cluster.devices)
-    return replace(job, cluster=machines, workload=replace(job.workload, global_batch=batch))
+    return replace(job, cluster=machines, workload=replace(job.workload, global_batch=batch, ramp_start=0))
 
 
 def curve(job: Job, sizes: Sequence[int], propose: Propose, *, weak: bool = True) -> list[Point]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from toolkit.batches import Batches
 from toolkit.recipe import Train
 
 
@@ -16,9 +17,16 @@ class Schedule:
     steps: int
     warmup_steps: int
     min_ratio: float
+    batches: Batches
+    power: float = 0.0
+    """How the learning rate follows a batch that grows."""
 
     def factor(self, step: int) -> float:
         """Factor for the update number `step`, counted from 0."""
+        share = self.batches.size(step) / self.batches.full
+        return self._shape(step) * math.pow(share, self.power)
+
+    def _shape(self, step: int) -> float:
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.kind == "constant":
@@ -31,4 +39,11 @@ class Schedule:
 def make_schedule(train: Train, steps: int) -> Schedule:
     """The recipe's schedule over a known number of steps."""
     warmup = round(train.warmup * steps) if train.warmup < 1 else int(train.warmup)
-    return Schedule(kind=train.schedule, steps=steps, warmup_steps=min(warmup, steps), min_ratio=train.min_lr_ratio)
+    return Schedule(
+        kind=train.schedule,
+        steps=steps,
+        warmup_steps=min(warmup, steps),
+        min_ratio=train.min_lr_ratio,
+        batches=Batches(train.global_batch, train.batch_ramp),
+        power={"none": 0.0, "sqrt": 0.5, "linear": 1.0}[train.lr_scaling],
+    )

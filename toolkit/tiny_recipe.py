@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.job import raw_config
 from toolkit.recipe import ClusterSection, Data, Metrics, Recipe, Strategy, Train, Wandb
+from toolkit.recipe_batch import Reduce
 from toolkit.tiny_sizes import tiny_sizes
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
@@ -93,4 +94,5 @@ def _train(given: Train) -> Train:
     return replace(
         given, steps=STEPS, epochs=None, global_batch=GLOBAL_BATCH, warmup=0.0, eval_every=every,
         eval_samples=16 if every else None, lr_scaling="none", base_batch=None, critical_batch=None,
+        batch_ramp=None, reduce=Reduce(), freeze_steps=given.freeze_steps and 2,
     )  # fmt: skip

@@ -132,7 +132,8 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     if e.zero_stage == 3 and e.pp == 1:
         return _between_groups(e, grads, window, cal)
     if e.zero_stage == 0:
-        reduce, collect = collectives.all_reduce(grads, whole, e.cluster, cal), 0.0
+        collective = collectives.hierarchical if e.hierarchical else collectives.all_reduce
+        reduce, collect = collective(grads, whole, e.cluster, cal), 0.0
     elif e.zero_group < e.replicas:
         reduce = collectives.all_reduce(grads, whole, e.cluster, cal)
         collect = collectives.gather(weights, shard, e.cluster, cal, collectives.buckets(weights))

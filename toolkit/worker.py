@@ -21,7 +21,7 @@ from toolkit import run_dir
 from toolkit.archipelago import goes_async
 from toolkit.cluster_reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launch import PARENT, adopt_slurm, free_port
+from toolkit.launch import PARENT, adopt_slurm, free_port, nccl_settings
 from toolkit.membership import Membership
 from toolkit.preflight import check
 from toolkit.recipe import Recipe
@@ -138,8 +138,10 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
     if resolved is None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
+        _choose_algorithm(run_dir.read(run).recipe)
         distributed.join(world)
     else:
+        _choose_algorithm(resolved.recipe)
         distributed.join(world)
         run = _prepare(resolved, args.run_dir, world.rank)
         pulse = rank.settle(run)
@@ -164,6 +166,11 @@ def _choose_interface() -> None:
     name = interface_towards(os.environ["MASTER_ADDR"])
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _choose_algorithm(recipe: Recipe) -> None:
+    """NCCL reads it when it starts; set here, it is the same under every launcher."""
+    os.environ.update(nccl_settings(recipe.train.reduce.algorithm, os.environ))
 
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:

@@ -67,7 +67,9 @@ def test_buckets_are_never_larger_than_the_model() -> None:
     assert (small["reduce_bucket_size"], large["reduce_bucket_size"]) == (1000, BUCKET_ELEMENTS)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lion", "onebit_adam", "onebit_lamb", "zero_one_adam"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "sgd", "lamb", "lars", "lion", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+)
 def test_every_optimizer_has_a_config(optimizer: str) -> None:
     config = make(PLANS["data_parallel_bf16"], optimizer=optimizer, lr=0.5)["optimizer"]
     assert config["params"]["lr"] == 0.5

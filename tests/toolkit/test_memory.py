@@ -54,7 +54,9 @@ def test_fp32_needs_no_master_copy_without_zero() -> None:
     assert (found.params, found.grads, found.optimizer) == (4 * PSI, 4 * PSI, 8 * PSI)
 
 
-@pytest.mark.parametrize(("optimizer", "bytes_each"), [("adamw", 12), ("lion", 8), ("sgd", 4), ("lamb", 12)])
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each"), [("adamw", 12), ("lion", 8), ("sgd", 4), ("lamb", 12), ("lars", 8)]
+)
 def test_optimizer_states_follow_the_optimizer(optimizer: str, bytes_each: int) -> None:
     assert memory(plan(0), job(optimizer=optimizer)).optimizer == bytes_each * PSI
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from toolkit.advice import bottleneck
+from toolkit.notes import notes
 from toolkit.plan import Refusal
 from toolkit.planner import Decision, Option
 from toolkit.recipe import Recipe
 from toolkit.recipe_file import as_mapping, load_recipe, make_recipe
+from toolkit.resolve import Resolved, apart
 from toolkit.resources import find_recipe
 from toolkit.tiny_recipe import tiny_twin
 
@@ -67,6 +70,19 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     for refusal in shown_refusals(decision):
         what = refusal.plan.describe() if refusal.plan else refusal.strategy
         console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
+
+
+def all_notes(resolved: Resolved) -> list[str]:
+    """What a person should know of the chosen plan."""
+    chosen, gain = resolved.decision.chosen, apart(resolved)
+    about = notes(chosen.plan, resolved.recipe.train) if chosen else []
+    return [*([gain] if gain else []), *about]
+
+
+def show_notes(found: Sequence[str], console: Console) -> None:
+    """A line each."""
+    for note in found:
+        console.print(f"[yellow]note[/] {escape(note)}", highlight=False)
 
 
 def _cells(option: Option) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ def step_ids(recipe: Recipe, loaded: Loaded, steps: int, world: int | None) -> l
     from toolkit.runtime.order import PAST_END, own_share
 
     order = loaded.order(recipe, recipe.train.global_batch)
-    last = -(-order.total // order.global_batch) if order.total is not None else recipe.train.steps
+    last = order.batches.steps_for(order.total) if order.total is not None else recipe.train.steps
     found = []
     for step in range(min(steps, last or steps)):
         ids = order.step(step)

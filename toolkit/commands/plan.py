@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
+from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
 from toolkit.plan_page import render
 from toolkit.recipe_file import dump_recipe
-from toolkit.resolve import apart, resolve
+from toolkit.resolve import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,13 +28,12 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
     if args.html:
         args.html.write_text(render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)), encoding="utf-8")
-    note = apart(resolved)
+    found = all_notes(resolved)
     if args.json:
-        print(json.dumps({**resolved.decision.to_json(), "notes": [note] if note else []}, indent=1))
+        print(json.dumps({**resolved.decision.to_json(), "notes": found}, indent=1))
     else:
         console = Console()
         show_decision(resolved.decision, console, args.top)
-        if note:
-            console.print(f"[yellow]note[/] {note}", highlight=False)
+        show_notes(found, console)
     _ = resolved.chosen
     return 0

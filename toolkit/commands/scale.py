@@ -13,10 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 
 import strategies
-from toolkit.commands.common import add_recipe_arguments, read_recipe
+from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
 from toolkit.job import make_job
+from toolkit.noise_scale import advice
 from toolkit.plan_page import fill
+from toolkit.run_dir import RunDir
 from toolkit.scale import parse_devices, scaling
 
 
@@ -30,6 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strong", action="store_true", help="keep the global batch; default: it grows with the devices"
     )
+    known = parser.add_mutually_exclusive_group()
+    known.add_argument(
+        "--critical-batch", type=positive, metavar="N", help="sequences beyond which a larger batch hardly saves steps"
+    )
+    known.add_argument(
+        "--noise-from",
+        type=Path,
+        metavar="RUN_DIR",
+        help="the critical batch that a run measured (metrics.noise_scale)",
+    )
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the curves as a page")
 
@@ -40,10 +52,12 @@ def run(args: argparse.Namespace) -> int:
     job = make_job(recipe, args.nproc)
     names = list(strategies.registry()) if recipe.strategy.name == "auto" else [recipe.strategy.name]
     proposers = {name: functools.partial(strategies.propose, name=name) for name in names}
+    critical = measured(args.noise_from) if args.noise_from else args.critical_batch or recipe.train.critical_batch
     result = scaling(
-        job, parse_devices(args.devices), proposers, weak=not args.strong, tokens=args.tokens,
-        critical_batch=recipe.train.critical_batch,
+        job, parse_devices(args.devices), proposers, weak=not args.strong, tokens=args.tokens, critical_batch=critical,
     )  # fmt: skip
+    if critical:
+        result["critical_batch"]["advice"] = advice(critical, recipe.train.global_batch)
     if args.html:
         page = fill("scale.html", {**result, "title": f"{recipe.name} on {job.cluster.device.name}"})
         args.html.write_text(page, encoding="utf-8")
@@ -52,6 +66,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(result, Console())
     return 0
+
+
+def measured(path: Path) -> int:
+    """The noise scale of a run, in sequences."""
+    try:
+        found = json.loads(RunDir(path).summary.read_text(encoding="utf-8"))["noise_scale_sequences"]
+        return max(1, round(float(found)))
+    except (OSError, ValueError, KeyError, TypeError):
+        what = f"{path} has no measured noise scale in summary.json; train with metrics.noise_scale=true first"
+        raise BadInput("--noise-from", what) from None
 
 
 def _tokens(text: str) -> float:
@@ -71,6 +95,8 @@ def _show(result: dict[str, Any], console: Console) -> None:
         if end:
             console.print(f"{name}: beyond {end} devices a doubling brings less than half of one", highlight=False)
     critical = result["critical_batch"]
+    if critical["sequences"]:
+        console.print(critical["advice"], highlight=False)
     if critical["passed_at_devices"]:
         console.print(
             f"from {critical['passed_at_devices']} devices on the batch is larger than the critical batch of "

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit import launch
-from toolkit.commands.common import add_recipe_arguments, read_recipe, show_decision
+from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
 from toolkit.commands.hosts import add_host_arguments, on_hosts, planned_commands, read_hosts
 from toolkit.commands.islands import add_island_arguments, read_part
 from toolkit.commands.session import add_restart_argument, start
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         commands = planned_commands(args.launcher, path, nproc, resolved.job.cluster.device.backend, hosts)
         return _dry_run(resolved, commands, console)
     show_decision(resolved.decision, console, top=3)
+    show_notes(all_notes(resolved), console)
     return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts, hosts=hosts, part=part)
 
 
@@ -62,6 +63,7 @@ def _dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launch.Command]
     console.print(dump_recipe(resolved.recipe), markup=False, highlight=False)
     console.rule("plan")
     show_decision(resolved.decision, console, top=3)
+    show_notes(all_notes(resolved), console)
     console.rule("deepspeed.json")
     console.print(json.dumps(resolved.deepspeed, indent=2), markup=False, highlight=False)
     for place, started in commands.items():

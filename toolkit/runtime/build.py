@@ -47,7 +47,7 @@ class Site:
 
 def build_engine(site: Site, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
-    mesh = Mesh(site.plan, world.rank, world.size)
+    mesh = Mesh(site.plan, world.rank, world.size, world.local_size)
     if site.plan.pp > 1:
         return _pipeline(site, mesh)
     if site.plan.tensor_by == "autotp":

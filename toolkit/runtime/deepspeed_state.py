@@ -56,7 +56,7 @@ class DeepSpeedState:
         shard or stage is the one that saves a name which others hold too; `model`: whose buffers, if not the engine's.
         """
         self._writes, self._model = writes, model or engine.module
-        self._engine, self._names = engine, names
+        self._engine, self.names = engine, names
         sharded = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer))
         self._copies_of = copies_of or (lambda name: (copy, copies))
         self._sharded = sharded
@@ -68,9 +68,9 @@ class DeepSpeedState:
             raise CheckpointFailed(
                 "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
             )
-        for own_name, held in self._held():
+        for own_name, held in self.held():
             copy, copies = (0, 1) if self._sharded else self._copies_of(own_name)
-            for fragment in held_fragments([held], self._base.state, copy, copies):
+            for fragment in held_fragments([held], self.base.state, copy, copies):
                 yield fragment if self._writes(own_name) else replace(fragment, copy=copies)
         for name, buffer in persistent_buffers(self._model):
             yield Fragment(
@@ -87,9 +87,9 @@ class DeepSpeedState:
         """Nothing is ever under way between two steps."""
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
-        for _, item in self._held():
+        for _, item in self.held():
             wanted = {kind for kind in kinds[item.name] if kind not in NOT_STATES and "@" not in kind}
-            state = self._base.state[item.master] if wanted else {}
+            state = self.base.state[item.master] if wanted else {}
             for kind in wanted - state.keys():
                 state[kind] = torch.zeros_like(item.master, memory_format=torch.preserve_format)
             if wanted:
@@ -109,7 +109,7 @@ class DeepSpeedState:
 
     def counters(self) -> dict[str, float]:
         engine = self._engine
-        steps = [int(state["step"]) for state in self._base.state.values() if "step" in state]
+        steps = [int(state["step"]) for state in self.base.state.values() if "step" in state]
         return {
             "optimizer_steps": max(steps, default=0),
             "scheduler_steps": engine.lr_scheduler.last_epoch,
@@ -131,7 +131,7 @@ class DeepSpeedState:
                 setattr(self._scaler_object, key, type(value)(counters[f"loss_scale.{key}"]))
 
     @property
-    def _base(self) -> Any:
+    def base(self) -> Any:
         """The torch optimizer that does the updates."""
         optimizer = self._engine.optimizer
         return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
@@ -149,11 +149,11 @@ class DeepSpeedState:
 
     def _step_value(self, master: torch.Tensor, steps: int) -> Any:
         """Adam of torch counts in a tensor beside the master (its fused kernel needs that), DeepSpeed's own in ints."""
-        if isinstance(self._base, (torch.optim.Adam, torch.optim.AdamW)):
+        if isinstance(self.base, (torch.optim.Adam, torch.optim.AdamW)):
             return torch.tensor(float(steps), dtype=torch.float32, device=master.device)
         return steps
 
-    def _held(self) -> Iterator[tuple[str, Held]]:
+    def held(self) -> Iterator[tuple[str, Held]]:
         """What this rank's optimizer works on, each with its own name."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -168,7 +168,7 @@ class DeepSpeedState:
             groups = [group["params"] for group in optimizer.param_groups]
             found = _held_whole(groups, groups)
         for parameter, master, start, low, high in found:
-            name = self._names[parameter]
+            name = self.names[parameter]
             whole, shape, region = self._place(name, low, high)
             if region:
                 yield name, Held(name=whole, shape=shape, region=region, master=master, start=start)

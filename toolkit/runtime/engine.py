@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,8 @@ from torch.nn.functional import cross_entropy
 from toolkit import regions
 from toolkit.plan import Plan
 from toolkit.recipe import Train
+from toolkit.runtime import reduction
+from toolkit.runtime.beginning import begin, undo_first_step
 from toolkit.runtime.clock import Clock, NoClock, part
 from toolkit.runtime.data import IGNORE, MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState, Place, Placed
@@ -21,9 +22,10 @@ from toolkit.runtime.distributed import device
 from toolkit.runtime.expert_places import expert_copies, expert_places
 from toolkit.runtime.faults import FaultCounter
 from toolkit.runtime.fragments import Stateful
-from toolkit.runtime.grad_norm import clip_gradients
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.noise_meter import NoiseMeter
+from toolkit.runtime.norm_meter import NoNumbers, NormMeter
+from toolkit.runtime.optimizers import own_optimizer
 from toolkit.runtime.shards import layout_of
 from toolkit.runtime.vocabulary import Loss, num_correct
 from toolkit.schedule import Schedule
@@ -87,10 +89,6 @@ class Engine(Protocol):
         """Tell a clock which part of a step runs, from now on."""
 
 
-class NoNumbers(Exception):
-    """The averaged gradient is NaN or infinite."""
-
-
 class ReplicaEngine:
     """Data parallel, ZeRO and tensor parallel: a replica is one model, whole or in shards, called in one piece."""
 
@@ -112,19 +110,24 @@ class ReplicaEngine:
         self._loss = loss or summed_loss
         self._take = take
         self._after_backward = after_backward
-        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
+        self._sums = train.grad_reduce == "sum"
+        self._accumulated = mesh.plan.grad_accum
         self._faults = FaultCounter(device())
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=[p for p in model.parameters() if p.requires_grad],
             config=config,
+            optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
             mpu=unit,
         )
-        undo_first_step(self._engine.optimizer, mesh.plan, train)
+        undo_first_step(self._engine.optimizer, mesh.plan)
+        begin(self._engine, self.state, mesh)
+        reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 
@@ -133,7 +136,7 @@ class ReplicaEngine:
         return self._mesh.data
 
     @property
-    def state(self) -> Stateful:
+    def state(self) -> DeepSpeedState:
         named = dict(self.module.named_parameters())
         ranks = self._mesh.token_ranks  # sequence ranks hold whole copies, as replicas do
         return DeepSpeedState(
@@ -152,9 +155,12 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        tokens = counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        plan, tokens = self._mesh.plan, counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        self._accumulate(len(batch))
         # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
-        weight = self._scale * self._mesh.plan.grad_accum * self._mesh.token_ranks / max(tokens, 1)
+        weight = len(batch) * self._mesh.token_ranks / max(tokens, 1)
+        if self._sums:
+            weight *= plan.global_batch // plan.grad_accum * len(batch)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         self._faults.reset()
@@ -181,7 +187,7 @@ class ReplicaEngine:
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            micro_square=self._noise.take(self._mesh.plan.grad_accum) if self._noise else None,
+            micro_square=self._noise.take(len(batch)) if self._noise else None,
             own_faults=faults,
         )
 
@@ -202,6 +208,14 @@ class ReplicaEngine:
         self._engine.train()
         total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
         return Sums(total, int(counted), int(correct))
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """A batch that grows has more micro-batches; DeepSpeed counts them from a step's first."""
+        if micro_batches != self._accumulated:
+            engine, self._accumulated = self._engine, micro_batches
+            size = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            engine.set_train_batch_size(size * micro_batches)
+            engine.micro_steps = 0
 
     def _check_once(self) -> None:
         check, self._after_backward = self._after_backward, None
@@ -236,36 +250,6 @@ def time_gradient_sync(engine: Any, clock: Clock) -> None:
     engine.allreduce_gradients = timed
 
 
-class NormMeter:
-    """The gradient norm of the last step, whatever the optimizer.
-
-    DeepSpeed (0.19) tells it under ZeRO and in 16 bits. Plain fp32 gradients it clips without telling, in a pipeline
-    by the first stage's norm and with tied weights counted twice; there we measure and clip ourselves.
-    """
-
-    def __init__(self, engine: Any, mesh: Mesh) -> None:
-        self._engine = engine
-        self._mesh = mesh
-        self._norm = float("nan")
-        self._plain = mesh.plan.zero_stage == 0 and mesh.plan.precision == "fp32"
-        if self._plain:
-            limit = engine.gradient_clipping() or float("inf")
-            engine.gradient_clipping = lambda: limit  # above 0: the engine then calls what follows at every step
-            engine.clip_fp32_gradients = lambda: self._clip(limit)
-
-    def last(self) -> float:
-        """Before clipping."""
-        if self._plain:
-            return self._norm
-        norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
-
-    def _clip(self, limit: float) -> None:
-        self._norm = clip_gradients(self._engine.module.parameters(), self._mesh, limit)
-        if not math.isfinite(self._norm):
-            raise NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
-
-
 def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
     """Where elements of this rank's parameters are in the whole ones."""
 
@@ -288,17 +272,3 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy added up over counted tokens: a number even where none counts."""
     rows = logits.reshape(-1, logits.shape[-1]).float()
     return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-
-
-def undo_first_step(optimizer: Any, plan: Plan, train: Train) -> None:
-    """Give a 16-bit optimizer without ZeRO back its fresh state.
-
-    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
-    bias correction shortens the first updates, and weight decay has already bitten.
-    """
-    if plan.zero_stage > 0 or plan.precision == "fp32" or train.optimizer != "adamw":
-        return
-    optimizer.optimizer.state.clear()
-    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-        for master, weight in zip(masters, weights, strict=True):
-            master.data.copy_(weight.data)

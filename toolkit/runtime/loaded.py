@@ -39,7 +39,8 @@ class Loaded:
     def order(self, recipe: Recipe, global_batch: int) -> Order:
         """The order of the training samples."""
         if isinstance(self.train, Streamed):
-            return Order(samples=0, global_batch=global_batch, seed=recipe.train.seed, streamed=True)
+            start = Order(samples=0, global_batch=global_batch, seed=recipe.train.seed, streamed=True)
+            return replace(start, ramp=recipe.train.batch_ramp)
         parts: tuple[Part, ...] = ()
         if isinstance(self.train, Mixed):
             parts = mixture([len(part) for part in self.train.parts], list(self.train.weights))
@@ -49,6 +50,7 @@ class Loaded:
             seed=recipe.train.seed,
             parts=parts,
             lengths=self.train.lengths,
+            ramp=recipe.train.batch_ramp,
         )
         if recipe.train.epochs is None:
             return order

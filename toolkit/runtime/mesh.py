@@ -15,18 +15,19 @@ from toolkit.runtime.distributed import all_sum
 class Mesh:
     """`rank = (pipe · dp + data) · inner + place`: DeepSpeed's own order; inner is the tensor or sequence axis."""
 
-    def __init__(self, plan: Plan, rank: int, size: int) -> None:
+    def __init__(self, plan: Plan, rank: int, size: int, local_size: int | None = None) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
         assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold whole models"
         assert plan.islands == 1 or plan.tp * plan.pp * plan.sp * plan.ep == 1, "islands are data-parallel"
-        self.plan = plan
+        self.plan, self.rank, self.size = plan, rank, size
+        self.local_size = local_size or size
+        """Ranks of this host."""
         inner = plan.tp * plan.sp
         island_size = size // plan.islands
         self.island, local = divmod(rank, island_size)
         self.pipe, rest = divmod(local, plan.dp * inner)
         self.data, place = divmod(rest, inner)
         self.tensor, self.sequence = (place, 0) if plan.tp > 1 else (0, place)
-        self._rank = rank
         stages = [[(p * plan.dp + d) * inner + i for i in range(inner)] for p in range(plan.pp) for d in range(plan.dp)]
         data = [[(p * plan.dp + d) * inner + i for d in range(plan.dp)] for p in range(plan.pp) for i in range(inner)]
         replicas = [
@@ -52,7 +53,7 @@ class Mesh:
             torch.distributed.new_group(list(range(place, self.plan.devices, size)), backend="gloo")
             for place in range(size)
         ]
-        return made[self._rank % size]
+        return made[self.rank % size]
 
     @property
     def token_ranks(self) -> int:
@@ -74,7 +75,7 @@ class Mesh:
         if len(groups) == 1 or all(len(ranks) == 1 for ranks in groups):
             return None
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
-        return next(group for ranks, group in made if self._rank in ranks)
+        return next(group for ranks, group in made if self.rank in ranks)
 
 
 class TensorUnit:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from toolkit.batches import Batches
+from toolkit.recipe_batch import BatchRamp
+
 PAST_END = -1
 """Stands for a sample after the last one: a run's last batch may be partial, and what is missing does not count."""
 WINDOW, BLOCK = 2048, 64
@@ -40,6 +43,8 @@ class Order:
     """Sources of a mixture, one behind the other in the sample ids."""
     streamed: bool = False
     """Samples are numbered as they arrive: each step takes the next ones."""
+    ramp: BatchRamp | None = None
+    """How the global batch grows."""
     lengths: np.ndarray | None = None
     """Lengths of samples that differ: those of like length share a batch."""
     _epochs: dict[int, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -60,7 +65,12 @@ class Order:
 
     def position(self, step: int) -> int:
         """Samples used before a step."""
-        return self.first_position + (step - self.first_step) * self.global_batch
+        return self.first_position + self.batches.before(step) - self.batches.before(self.first_step)
+
+    @property
+    def batches(self) -> Batches:
+        """Samples of each step."""
+        return Batches(self.global_batch, self.ramp)
 
     def moved(self, step: int, position: int) -> Order:
         """The same order, with `position` samples used before `step`: another global batch goes on at the next one."""

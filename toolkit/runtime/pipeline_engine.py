@@ -13,13 +13,16 @@ from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from toolkit.recipe import Train
+from toolkit.runtime import reduction
+from toolkit.runtime.beginning import begin
 from toolkit.runtime.clock import Clock, part
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import NoNumbers, NormMeter, Scaling, StepResult, Sums, counted_tokens, placed
-from toolkit.runtime.fragments import Stateful
+from toolkit.runtime.engine import Scaling, StepResult, Sums, counted_tokens, placed
 from toolkit.runtime.mesh import Mesh
+from toolkit.runtime.norm_meter import NoNumbers, NormMeter
+from toolkit.runtime.optimizers import own_optimizer
 from toolkit.runtime.pipeline_stage import Stage
 from toolkit.runtime.shards import layout_of
 from toolkit.schedule import Schedule
@@ -43,12 +46,16 @@ class PipelineRun:
         self._shape: torch.Size | None = None
         self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
         module = StagedModule(stage, mesh)
+        optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
             config=config,
+            optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        begin(self._engine, self.state, mesh)
+        reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 
@@ -57,7 +64,7 @@ class PipelineRun:
         return self._mesh.data
 
     @property
-    def state(self) -> Stateful:
+    def state(self) -> DeepSpeedState:
         named = self._stage.parameters_by_name
         return DeepSpeedState(
             self._engine,

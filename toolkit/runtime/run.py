@@ -109,7 +109,8 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
         scales_loss=plan.precision == "fp16",
         saved=lambda: keeper.saver.written_step,
         noise=NoiseScale() if recipe.metrics.noise_scale else None,
-        batches=(plan.micro_batch, plan.global_batch),
+        micro_batch=plan.micro_batch,
+        batches=data_order.batches,
         tracer=Tracer(recipe.metrics.trace, run.trace, world.rank),
     )
     share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
@@ -233,7 +234,7 @@ def num_steps(recipe: Recipe, order: Order) -> int:
     if recipe.train.steps is not None:
         return recipe.train.steps
     assert order.total is not None
-    return -(-order.total // order.global_batch)
+    return order.batches.steps_for(order.total)
 
 
 def _summary(

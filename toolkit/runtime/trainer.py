@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from toolkit.batches import Batches
 from toolkit.errors import LossNotFinite
 from toolkit.noise_scale import NoiseScale, advice
 from toolkit.runtime.data import Samples
@@ -102,8 +103,10 @@ class Observer:
     saved: Callable[[], int]
     """Newest checkpoint that is whole."""
     tracer: Tracer
-    batches: tuple[int, int]
-    """Sequences of a micro-batch and of a step."""
+    micro_batch: int
+    """Sequences of a micro-batch."""
+    batches: Batches
+    """Sequences of each step."""
     noise: NoiseScale | None = None
     taken: Callable[[np.ndarray], list[int] | None] = lambda own: None
     """Told what this rank took; what all ranks took, if the recipe asks for it. Collective."""
@@ -129,6 +132,7 @@ class Observer:
         loss = float(result.loss)  # on an accelerator: the step is over
         split, detail = self.meter.close(step), self.meter.detail(step)
         rate = result.tokens / step_seconds
+        share = self.batches.size(step - 1) / self.batches.full
         record = Record(
             step=step,
             loss=loss,
@@ -138,8 +142,8 @@ class Observer:
             step_seconds=step_seconds,
             tokens_per_second=rate,
             tokens_per_second_per_device=rate / self.devices,
-            mfu=self.model_flops / step_seconds / self.peak_flops,
-            hfu=self.hardware_flops / step_seconds / self.peak_flops,
+            mfu=share * self.model_flops / step_seconds / self.peak_flops,
+            hfu=share * self.hardware_flops / step_seconds / self.peak_flops,
             memory_bytes=self.memory.peak_bytes,
             memory_now_bytes=self.memory.now_bytes(),
             comm_seconds=split.comm_seconds,
@@ -150,23 +154,24 @@ class Observer:
             grad_sync_seconds=split.grad_sync_seconds,
             skipped=int(result.skipped),
             loss_scale=result.loss_scale,
-            noise_scale_sequences=self._noise_of(result),
+            noise_scale_sequences=self._noise_of(step, result),
             checkpoint_step=self.saved(),
             sample_ids=sample_ids,
         )
         self.recorder.log(replace(record, **detail.fields()) if detail else record)
 
-    def _noise_of(self, result: StepResult) -> float | None:
+    def _noise_of(self, step: int, result: StepResult) -> float | None:
         if self.noise is None or result.micro_square is None or not math.isfinite(result.grad_norm):
             return None
-        micro, whole = self.batches
-        self.noise.add(result.micro_square, micro, result.grad_norm**2, whole)
+        whole = self.batches.size(step - 1)
+        if whole > self.micro_batch:  # a batch that grows may begin as one micro-batch, which tells nothing
+            self.noise.add(result.micro_square, self.micro_batch, result.grad_norm**2, whole)
         return self.noise.sequences
 
     def noise_summary(self) -> dict[str, Any]:
         """What a run's summary says of its batch size."""
         found = self.noise.sequences if self.noise else None
-        return {"noise_scale_sequences": found, "batch_advice": advice(found, self.batches[1])} if found else {}
+        return {"noise_scale_sequences": found, "batch_advice": advice(found, self.batches.full)} if found else {}
 
     def check(self, step: int, result: StepResult, ids: np.ndarray) -> None:
         """Stop, on every rank alike, if loss or gradient is no number; no update was made of it."""

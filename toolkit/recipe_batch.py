@@ -1,0 +1,73 @@
+"""Sections of the recipe on gradients and batches: how replicas add up, and how a batch grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.errors import Problem
+from toolkit.schema import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce:
+    """How the gradients of replicas are added up. What a plan would not use is refused."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Type on the wire; default: `model.precision`. A narrower one than that rounds: the result differs a little."""
+    bucket_elements: int | None = number(None, least=1)
+    """Elements that are reduced at a time; default: one rank's share of the model, at most 200 million."""
+    scaling: Literal["pre", "post"] | None = None
+    """Divide by the replicas before or after the sum; for ZeRO 0, `post` by default. ZeRO always divides before."""
+    predivide: float | None = number(None, above=0)
+    """With `post`: part of the division that comes before the sum, so that 16 bits do not overflow; default 1."""
+    overlap: bool | None = None
+    """Whether buckets travel beside the backward pass; default: with ZeRO on accelerators."""
+    algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "auto"
+    """`ring`, `tree`: NCCL's; `hierarchical`: inside each host first, then shards between hosts (ZeRO 0)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchRamp:
+    """A global batch that starts small and doubles: small batches learn more from each token early on."""
+
+    start: int = number(least=1)
+    """Sequences of the first steps: `global_batch` halved once or more often."""
+    stage_steps: int = number(least=1)
+    """Steps at each size before the batch doubles."""
+
+
+def one_bit_faults(optimizer: str, freeze_steps: int | None, grad_clip: float) -> Iterator[Problem]:
+    """What compression can't do without, and can't do."""
+    if optimizer != "onebit_adam":
+        if freeze_steps is not None:
+            yield Problem("train.freeze_steps", f"unused with optimizer {optimizer}; remove it, or use onebit_adam")
+        return
+    if freeze_steps is None:
+        yield Problem("train.freeze_steps", "required with onebit_adam: steps of plain Adam before it compresses")
+    if grad_clip:
+        what = f"{grad_clip:g} given; under onebit_adam no rank has the whole gradient to clip: use 0"
+        yield Problem("train.grad_clip", what)
+
+
+def ramp_faults(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:
+    """A ramp that does not arrive at the global batch."""
+    if ramp is None:
+        return
+    times, rest = divmod(global_batch, ramp.start)
+    if rest or times < 2 or times & (times - 1):
+        sizes, half = [], global_batch
+        while half % 2 == 0:
+            half //= 2
+            sizes.append(str(half))
+        what = f"{ramp.start} given; doubling must lead to global_batch {global_batch}"
+        yield Problem("train.batch_ramp.start", f"{what}; use {' or '.join(sizes) or 'an even global_batch'}")
+
+
+def reduce_faults(section: Reduce) -> Iterator[Problem]:
+    """What can't be whatever the plan."""
+    if section.predivide is not None and section.scaling == "pre":
+        yield Problem(
+            "train.reduce.predivide", "unused with scaling pre, which divides by everything before; remove it"
+        )
