@@ -13,22 +13,14 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
 
+from tests import launching_page
 from toolkit import launch
 from toolkit.recipe_file import make_recipe
 from toolkit.resolve import resolve
 from toolkit.run_dir import RunDir
 from toolkit.runtime.pool import Enter, run_warm
 
-TINY_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 264,
-    "max_position_embeddings": 64,
-}
+TINY_LLAMA: dict[str, Any] = launching_page.RECIPE["model"]["config"]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
 
@@ -84,6 +76,16 @@ Trainer = Callable[..., Finished]
 def references() -> dict[tuple[str, ...], Finished]:
     """Runs in one process that several tests compare with: overrides → run."""
     return {}
+
+
+@pytest.fixture(scope="session")
+def launch_reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses that every way to launch must give, bit for bit: of the page's recipe in two warm workers."""
+    directory = tmp_path_factory.mktemp("reference") / "run"
+    resolved = resolve(make_recipe(launching_page.RECIPE, [f"train.steps={launching_page.STEPS}"]), 2)
+    resolved.write(directory)
+    assert run_warm(launch.commands("local", directory, 2, "cpu")) == [0, 0]
+    return launching_page.losses(RunDir(directory).metrics)
 
 
 @pytest.fixture

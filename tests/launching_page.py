@@ -9,9 +9,42 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "launching.md"
+STEPS = 200
+"""Of the reference; shorter runs are the beginning of it, because the rate is constant."""
+RECIPE: dict[str, Any] = {
+    "name": "tiny",
+    "model": {
+        "config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 264,
+            "max_position_embeddings": 64,
+        },
+        "precision": "fp32",
+    },
+    "data": {"path": "python-stdlib", "tokenizer": "bytes", "seq_len": 32},
+    "train": {"global_batch": 8, "steps": 3, "lr": 1e-2, "schedule": "constant", "warmup": 0},
+    "strategy": {"name": "zero", "zero_stage": 2, "micro_batch": 4},
+    "metrics": {"console": False, "wandb": {"mode": "disabled"}},
+}
+"""What every way to launch trains, with two processes."""
+
+
+def workspace(directory: Path) -> Path:
+    """A directory in which the commands of the page work."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    return directory
 
 
 def commands(heading: str, language: str = "sh") -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from toolkit.errors import BadInput
 from toolkit.hostfile import Host
 
-LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun")
+LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun", "ray")
 WORKER = "toolkit.worker"
 PARENT = "TOOLKIT_PARENT"
 """Environment variable with the supervisor's process id: a worker whose parent has gone ends itself."""
@@ -119,6 +119,12 @@ def accelerate_config(deepspeed_json: Path, nproc: int, backend: str, nodes: int
 def environment(command: Command | None = None) -> dict[str, str]:
     """This process's environment, with what a command adds to it."""
     return {**os.environ, **(command.env if command else {})}
+
+
+def set_own_ray() -> None:
+    """A Ray that we start ourselves tells its makers nothing, and its processes are no nicer than other launchers'."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:

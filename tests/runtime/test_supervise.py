@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -191,3 +193,20 @@ def test_twenty_kills_lose_nothing(watched: Watched) -> None:
     assert done.code == 0
     assert inside >= 5
     assert done.losses == undisturbed.losses
+
+
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from toolkit.runtime.pulse import Pulse
+reading, writing = os.pipe()
+os.close(reading)
+Pulse(Path(sys.argv[1]), 0, os.fdopen(writing, "w"), parent=1 + os.getppid()).start()
+time.sleep(60)
+"""
+
+
+def test_a_worker_ends_with_the_process_that_started_it_and_read_its_output(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 4, done.stderr
+    assert heartbeat.read_all(tmp_path)[0].error == "the process that started it is gone"

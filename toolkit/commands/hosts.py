@@ -1,4 +1,4 @@
-"""`--hostfile`: training on many hosts, through ssh or through DeepSpeed's own launcher."""
+"""Where a run goes to: this host, those of `--hostfile`, or a Ray cluster's nodes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from toolkit import launch
+from toolkit.cluster import Cluster
 from toolkit.cluster_reader import check_here, of_nodes
+from toolkit.commands import on_ray
 from toolkit.errors import BadInput
 from toolkit.hostfile import Host, even_slots, read_hostfile
 from toolkit.recipe import Recipe
 from toolkit.resolve import Resolved
 from toolkit.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from toolkit.runtime.fleet import Fleet
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
 """What pdsh may hand to the shells of other hosts as it is."""
@@ -56,21 +62,26 @@ def on_hosts(recipe: Recipe, hosts: Sequence[Host]) -> Recipe:
 
 
 def planned_commands(
-    launcher: str, path: Path, nproc: int, backend: str, hosts: Sequence[Host]
+    launcher: str, path: Path, cluster: Cluster, hosts: Sequence[Host]
 ) -> dict[str, list[launch.Command]]:
     """What would be started, by host; on many hosts the first one chooses the port when it comes to it."""
-    if not hosts:
-        return {"this host": launch.commands(launcher, path, nproc, backend)}
-    each, port = len(hosts[0].slots), launch.free_port()
+    backend, each = cluster.device.backend, cluster.devices_per_node
+    if launcher == on_ray.LAUNCHER:
+        names = [f"node-{number}" for number in range(1, cluster.nodes + 1)]
+    elif not hosts:
+        return {"this host": launch.commands(launcher, path, cluster.devices, backend)}
+    else:
+        names = [host.name for host in hosts]
+    port = launch.free_port()
     nodes = [
-        launch.Node(processes=each, port=port, address=hosts[0].name, index=index, count=len(hosts))
-        for index in range(len(hosts))
+        launch.Node(processes=each, port=port, address=names[0], index=index, count=len(names))
+        for index in range(len(names))
     ]
     if launcher == "deepspeed":
         return {"this host": [launch.deepspeed_fleet(path.resolve(), hosts, nodes[0], backend)]}
     return {
-        host.name: launch.commands(launcher, path.resolve(), each, backend, node)
-        for host, node in zip(hosts, nodes, strict=True)
+        name: launch.commands(_starter(launcher), path.resolve(), each, backend, node)
+        for name, node in zip(names, nodes, strict=True)
     }
 
 
@@ -78,33 +89,49 @@ def launch_run(
     resolved: Resolved, path: Path, launcher: str, hosts: Sequence[Host], console: Console, *, go_on: bool
 ) -> int:
     """Check where the run goes to, write its directory, start the workers, watch them."""
-    backend, timeout = resolved.job.cluster.device.backend, resolved.recipe.train.hang_timeout_seconds
-    processes = resolved.chosen.plan.devices
+    cluster, timeout = resolved.job.cluster, resolved.recipe.train.hang_timeout_seconds
+    backend = cluster.device.backend
     if launcher == "accelerate" and resolved.chosen.plan.pp > 1:
         what = "accelerate has no pipeline; use --launcher local, deepspeed or torchrun, or fix strategy.pp=1"
         raise BadInput("--launcher", what)
     if hosts and launcher == "deepspeed":
         _check_pdsh(path)
-    from toolkit.runtime.fleet import Fleet
-    from toolkit.runtime.supervise import run_all
-
-    with Fleet(hosts) if hosts else nullcontext() as fleet:
+    with _fleet(launcher, cluster, hosts) as fleet:
         if fleet is None:
-            check_here(resolved.job.cluster)
+            check_here(cluster)
         else:
             fleet.check(backend)
         run = resolved.write(path, go_on=go_on)
         resolved.write_accelerate(run)
         console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
         if fleet is not None and launcher != "deepspeed":
-            return fleet.run(launcher, run, backend, timeout)
+            return fleet.run(_starter(launcher), run, backend, timeout)
         node = fleet.node(0) if fleet else None
     if node is None:
-        commands = launch.commands(launcher, run.path, processes, backend)
+        commands = launch.commands(launcher, run.path, resolved.chosen.plan.devices, backend)
     else:
         commands = [launch.deepspeed_fleet(run.path.resolve(), hosts, node, backend)]
         _write_deepspeed_files(run, hosts, commands[0], console)
+    from toolkit.runtime.supervise import run_all
+
     return run_all(commands, run, timeout)
+
+
+def _fleet(launcher: str, cluster: Cluster, hosts: Sequence[Host]) -> AbstractContextManager[Fleet | None]:
+    """Agents on the hosts of the run; None: this host needs none."""
+    if launcher == on_ray.LAUNCHER:
+        return on_ray.fleet(cluster)
+    if not hosts:
+        return nullcontext()
+    from toolkit.runtime.fleet import Fleet
+    from toolkit.runtime.ssh_channel import ssh_links
+
+    return Fleet(ssh_links(hosts, cluster.device.backend), "--hostfile")
+
+
+def _starter(launcher: str) -> str:
+    """Who starts the workers of one host: Ray finds the host, the agent there starts them."""
+    return "local" if launcher == on_ray.LAUNCHER else launcher
 
 
 def _check_pdsh(path: Path) -> None:

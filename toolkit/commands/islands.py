@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from toolkit import heartbeat, launch
+from toolkit import launch
 from toolkit.archipelago import furthest, gather, write_island
 from toolkit.errors import BadInput, Preempted, RankFailed, ToolkitError
 from toolkit.hostfile import Host
@@ -150,7 +150,7 @@ class Island:
 
 def watch(islands: Sequence[Island], console: Console, restarts: int, start: Callable[[Command], Any]) -> int:
     """Run all of them to their ends; 0, or the exit code of the contract."""
-    with _forwarding([island.run for island in islands]) as forward:
+    with _forwarding(islands) as forward:
         for island in islands:
             island.thread = threading.Thread(target=island.keep, args=(console, restarts, start), daemon=True)
             island.thread.start()
@@ -169,14 +169,14 @@ def watch(islands: Sequence[Island], console: Console, restarts: int, start: Cal
 
 
 @contextmanager
-def _forwarding(runs: Sequence[RunDir]) -> Iterator[Any]:
+def _forwarding(islands: Sequence[Island]) -> Iterator[Any]:
     """Requests to stop go to the workers of all islands."""
-    from toolkit.runtime.supervise import send_to_workers
+    from toolkit.runtime.supervise import Own, send_to_workers
     from toolkit.stop import SIGNALS
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for run in runs:
-            send_to_workers(heartbeat.read_all(run.heartbeats), signal.Signals(number))
+        for island in islands:
+            send_to_workers(Own(island.commands, island.run).beats(), signal.Signals(number))
 
     before: dict[Any, Any] = {}
     try:

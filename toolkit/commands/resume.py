@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit import launch
+from toolkit.commands import on_ray
 from toolkit.commands.common import positive, show_decision
 from toolkit.commands.hosts import add_host_arguments, on_hosts, read_hosts
 from toolkit.commands.islands import add_island_arguments, read_part
@@ -45,9 +46,14 @@ def run(args: argparse.Namespace) -> int:
     hosts = read_hosts(args)
     if hosts:
         recipe = on_hosts(replace(recipe, cluster="auto"), hosts)
+    nproc = None if hosts else args.nproc or _devices(directory)
+    if args.launcher == on_ray.LAUNCHER:
+        if not any(override.startswith("cluster") for override in args.overrides):
+            recipe = replace(recipe, cluster="auto")
+        recipe = on_ray.on_ray(recipe, nproc, hosts)
     if recipe.checkpoint.resume != "auto":
         raise BadInput("checkpoint.resume", f"{recipe.checkpoint.resume!r} given; `toolkit resume` goes on by `auto`")
-    resolved = resolve(recipe, None if hosts else args.nproc or _devices(directory))
+    resolved = resolve(recipe, nproc)
     _ = resolved.chosen
     show_decision(resolved.decision, console, top=1)
     return start(

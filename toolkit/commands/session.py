@@ -13,7 +13,7 @@ from toolkit import checkpoint_store as store
 from toolkit import launch
 from toolkit.archipelago import goes_async
 from toolkit.cluster_reader import of_nodes
-from toolkit.commands import islands, out_of_memory
+from toolkit.commands import islands, on_ray, out_of_memory
 from toolkit.commands.doctor import show as show_findings
 from toolkit.commands.hosts import launch_run
 from toolkit.commands.islands import Part
@@ -67,7 +67,9 @@ def start(
                 raise
             left -= 1
             console.print(str(error), highlight=False, markup=False)
-            if isinstance(error, HostLost):
+            if isinstance(error, HostLost) and launcher == on_ray.LAUNCHER:
+                resolved = _fewer_nodes(resolved, error)
+            elif isinstance(error, HostLost):
                 resolved, hosts = _without(resolved, hosts, error)
             elif failed and newest(path) == seen and not hosts:
                 resolved = _smaller(resolved, nproc)
@@ -123,3 +125,20 @@ def _without(resolved: Resolved, hosts: Sequence[Host], error: HostLost) -> tupl
     except (BadInput, NoPlanFits):
         raise error from None
     return candidate, left
+
+
+def _fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
+    """A plan for as many nodes as Ray has left, at most those that the run had; the error if there is none."""
+    cluster, given = resolved.job.cluster, resolved.recipe.cluster
+    left = min(cluster.nodes, on_ray.num_nodes(cluster, error.hosts))
+    if left == cluster.nodes:
+        return resolved
+    try:
+        section = (
+            of_nodes(given, left, cluster.devices_per_node) if isinstance(given, str) else replace(given, nodes=left)
+        )
+        candidate = resolve(replace(resolved.recipe, cluster=section))
+        _ = candidate.chosen
+    except (BadInput, NoPlanFits):
+        raise error from None
+    return candidate

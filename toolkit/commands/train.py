@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit import launch
+from toolkit.commands import on_ray
 from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
 from toolkit.commands.hosts import add_host_arguments, on_hosts, planned_commands, read_hosts
 from toolkit.commands.islands import add_island_arguments, read_part
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     console, env = Console(), launch.environment()
     hosts, part = read_hosts(args), read_part(args)
     recipe = on_hosts(check(read_recipe(args), env, console.print), hosts)
+    if args.launcher == on_ray.LAUNCHER:
+        recipe = on_ray.on_ray(recipe, args.nproc, hosts)
     resolved = resolve(recipe, args.nproc)
     if not args.dry_run:
         resolved = proven(
@@ -47,11 +50,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if resolved.decision.chosen is None:
         show_decision(resolved.decision, console)
-    chosen = resolved.chosen
+    _ = resolved.chosen
     path = args.run_dir or new_run_path(recipe.output, recipe.name)
-    nproc = chosen.plan.devices
     if args.dry_run:
-        commands = planned_commands(args.launcher, path, nproc, resolved.job.cluster.device.backend, hosts)
+        commands = planned_commands(args.launcher, path, resolved.job.cluster, hosts)
         return _dry_run(resolved, commands, console)
     show_decision(resolved.decision, console, top=3)
     show_notes(all_notes(resolved), console)

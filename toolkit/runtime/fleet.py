@@ -1,11 +1,9 @@
-"""Many hosts from one place: an agent on each through ssh, and the verdict when a host or one of its ranks is lost."""
+"""Many hosts from one place: an agent on each, and the verdict when a host or one of its ranks is lost."""
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +14,6 @@ from typing import Any
 
 from toolkit import errors, heartbeat, launch
 from toolkit.errors import BadInput, HostLost, Problem, RankFailed
-from toolkit.hostfile import Host
 from toolkit.launch import Node
 from toolkit.run_dir import RunDir
 from toolkit.runtime import host_agent
@@ -26,19 +23,18 @@ from toolkit.runtime.supervise import GRACE_SECONDS, POLL_SECONDS
 from toolkit.stop import SIGNALS
 
 ANSWER_SECONDS = 30.0
-"""For ssh to connect and the host's Python to start."""
+"""For a connection, and the host's Python to start."""
 LEAVE_SECONDS = 8.0
 """For hosts to end their workers once we have hung up."""
-SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
 
 
 class Fleet:
     """Hosts with an agent each; leaving it ends every worker."""
 
-    def __init__(self, hosts: Sequence[Host]) -> None:
-        if shutil.which("ssh") is None:
-            raise BadInput("--hostfile", "ssh is not installed here; install openssh-client")
-        self._links = [HostLink(host, _argv(host)) for host in hosts]
+    def __init__(self, links: Sequence[HostLink], source: str) -> None:
+        self._links = links
+        self._source = source
+        """The option that named the hosts."""
 
     def __enter__(self) -> Fleet:
         try:
@@ -59,7 +55,7 @@ class Fleet:
         return Node(
             processes=len(first.host.slots),
             port=first.hello["port"],
-            address=first.hello["address"] or first.host.name,
+            address=first.address,
             index=index,
             count=len(self._links),
         )
@@ -69,7 +65,7 @@ class Fleet:
         ours = host_agent.greeting()
         problems = [p for link in self._links for p in _differences(link, ours, backend)]
         if problems:
-            raise BadInput("--hostfile", problems)
+            raise BadInput(self._source, problems)
 
     def run(self, launcher: str, run: RunDir, backend: str, hang_timeout_seconds: float) -> int:
         """Start the workers of every host and wait; 0, or the exit code of the contract."""
@@ -85,7 +81,7 @@ class Fleet:
         with self._forwarded():
             for index, link in enumerate(self._links):
                 node = self.node(index)
-                env = {**exports, **_visible(link.host, backend)}
+                env = {**exports, **link.env}
                 commands = [asdict(c) for c in launch.commands(launcher, path, node.processes, backend, node)]
                 link.send(order={**shared, "env": env, "commands": commands})
             return self._watch(run)
@@ -168,19 +164,6 @@ class Fleet:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _argv(host: Host) -> tuple[str, ...]:
-    """ssh hands its words to a shell on the other side: they are quoted, and hold no setting of the user."""
-    root = str(Path(__file__).resolve().parent.parent.parent)
-    remote = ["env", f"PYTHONPATH={root}", sys.executable, "-m", host_agent.__name__]
-    return (*SSH, "--", host.name, shlex.join(remote))
-
-
-def _visible(host: Host, backend: str) -> dict[str, str]:
-    """Which devices a host's workers see; all ranks of a host count from 0."""
-    names = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
-    return {names[backend]: ",".join(map(str, host.slots))} if backend in names else {}
 
 
 def _differences(link: HostLink, ours: Mapping[str, Any], backend: str) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""What `toolkit train --hostfile` starts on each host, through ssh: it starts and watches the host's workers.
+"""What `toolkit train` starts on each host, through ssh or Ray: it starts and watches the host's workers.
 
 It talks with the controller in lines of JSON: order and pings come in on standard input; greeting, beats, output and
 end go out on standard output. When the controller falls silent or hangs up, the workers end: none is left behind.
@@ -26,6 +26,9 @@ from toolkit.launch import Command
 from toolkit.run_dir import RunDir
 from toolkit.runtime.supervise import run_all
 
+ROOT = str(Path(__file__).resolve().parent.parent.parent)
+"""Where this toolkit is: at the same place on every host."""
+AGENT = ("-m", "toolkit.runtime.host_agent")
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Nothing heard for so long: the other side is lost."""
@@ -35,6 +38,8 @@ BACKSTOP_SECONDS = 10.0
 
 def main() -> int:
     """Greet, take the order, run the host's workers; ends with the controller."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray starts processes that do not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     controller = Controller()
     controller.send(hello=greeting())
     try:

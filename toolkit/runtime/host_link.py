@@ -1,26 +1,52 @@
-"""The connection to one host's agent: a process of ssh, and what was heard through it."""
+"""The connection to one host's agent: what was heard through it, by whatever way it goes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from toolkit.hostfile import Host
 from toolkit.runtime.host_agent import BEAT_SECONDS
 
 
+class Channel(Protocol):
+    """The way to an agent: its standard streams, from afar."""
+
+    def write(self, line: str) -> None:
+        """To the agent; `OSError` or `ValueError` if it is not there."""
+
+    def output(self) -> Iterator[str]:
+        """What the agent says, line by line, to its end."""
+
+    def complaints(self) -> Iterator[str]:
+        """What comes on standard error."""
+
+    def hang_up(self) -> None:
+        """No more input."""
+
+    def leave(self, seconds: float) -> None:
+        """Wait for the agent to end, but not longer than that."""
+
+    def end(self) -> str:
+        """Why nothing more comes."""
+
+
 class HostLink:
     """One host. What its workers print is printed here."""
 
-    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+    def __init__(
+        self, host: Host, channel: Channel, *, env: Mapping[str, str] | None = None, address: str = ""
+    ) -> None:
         self.host = host
+        self.env = dict(env or {})
+        """Settings of this host's workers alone."""
+        self._address = address
         self.hello: dict[str, Any] = {}
         """The agent's greeting; empty until it has come."""
         self.refused = ""
@@ -32,16 +58,7 @@ class HostLink:
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._complaints: deque[str] = deque(maxlen=5)
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is ours to pass on
-        )
+        self._channel = channel
         self._threads = [
             threading.Thread(target=work, daemon=True) for work in (self._listen, self._complain, self._ping)
         ]
@@ -50,10 +67,13 @@ class HostLink:
 
     def send(self, **message: Any) -> None:
         """One line; a link that is broken is noticed by its silence."""
-        assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
+            self._channel.write(json.dumps(message) + "\n")
+
+    @property
+    def address(self) -> str:
+        """Where other hosts reach it."""
+        return self._address or self.hello["address"] or self.host.name
 
     def is_lost(self, silence_seconds: float) -> bool:
         """Whether the host has gone before its workers had ended."""
@@ -64,22 +84,17 @@ class HostLink:
         if self._complaints:
             return self._complaints[-1]
         if self.closed:
-            return f"ssh ended with exit code {self._process.wait()}"
+            return self._channel.end()
         return f"nothing was heard of it for {self._silent_seconds():.0f} s"
 
     def hang_up(self) -> None:
         """The agent ends when nobody speaks to it."""
-        assert self._process.stdin is not None
-        with self._lock, contextlib.suppress(OSError):
-            self._process.stdin.close()
+        with self._lock:
+            self._channel.hang_up()
 
     def leave(self, seconds: float) -> None:
-        """Wait for the agent to end; ssh is not waited for any longer."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Wait for the agent to end, but not longer than that."""
+        self._channel.leave(seconds)
         for thread in self._threads[:2]:
             thread.join(timeout=1)
 
@@ -92,8 +107,7 @@ class HostLink:
             time.sleep(BEAT_SECONDS)
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._channel.output():
             self._heard = time.monotonic()
             try:
                 self._take(json.loads(line))
@@ -109,9 +123,8 @@ class HostLink:
         self.end = message.get("end", self.end)
 
     def _complain(self) -> None:
-        """Before the greeting it is ssh that speaks; afterwards the workers."""
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
+        """Before the greeting it is the way there that speaks; afterwards the workers."""
+        for line in self._channel.complaints():
             if self.hello:
                 print(line, end="", file=sys.stderr, flush=True)
             elif line.strip():

@@ -95,8 +95,9 @@ class Pulse:
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         silent = [f"rank {beat.rank} on {beat.host} (silent for {age:.0f} s)" for beat, age in self._silent_beats()]
         text = f"rank {self._beat.rank} on {self._beat.host} ends at step {self._beat.step}: {why}"
-        print(text + (f"; {', '.join(silent)}" if silent else ""), file=self._terminal, flush=True)
-        heartbeat.write(self._directory, heartbeat.ended(self._beat, RankFailed.exit_code, why, time.time()))
+        with contextlib.suppress(OSError):  # who read the terminal may be gone, too, or the disk be full
+            heartbeat.write(self._directory, heartbeat.ended(self._beat, RankFailed.exit_code, why, time.time()))
+            print(text + (f"; {', '.join(silent)}" if silent else ""), file=self._terminal, flush=True)
         os._exit(RankFailed.exit_code)
 
 

@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -68,11 +68,11 @@ def run_all(
     """
     if forget:
         shutil.rmtree(run.heartbeats, ignore_errors=True)
-    kills = verdict.oom_kills()
+    kills, own = verdict.oom_kills(), Own(commands, run)
     processes: list[Process] = []
     try:
         processes.extend(start(command) for command in commands)
-        with _forwarded(processes, run):
+        with _forwarded(processes, own):
             failed = _wait(processes, run, hang_timeout_seconds)
         if not failed:
             return 0
@@ -80,7 +80,20 @@ def run_all(
         codes = {c.rank: p.poll() for c, p in zip(commands, processes, strict=True) if c.rank is not None}
         return verdict.report(codes, heartbeat.read_all(run.heartbeats), run, kills)
     finally:
-        end_all(processes, run)
+        end_all(processes, own)
+
+
+class Own:
+    """The ranks that `commands` are, or have started: on one host there may be others of the same run."""
+
+    def __init__(self, commands: Sequence[Command], run: RunDir) -> None:
+        self._ranks = {command.rank for command in commands}
+        self._run = run
+
+    def beats(self) -> list[Beat]:
+        """Of those that have not ended by themselves."""
+        beats = [beat for beat in heartbeat.read_all(self._run.heartbeats).values() if beat.exit_code is None]
+        return [beat for beat in beats if verdict.is_here(beat) and (None in self._ranks or beat.rank in self._ranks)]
 
 
 def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
@@ -149,12 +162,11 @@ def _stack(run: RunDir, rank: int, offset: int) -> str:
 
 
 @contextmanager
-def _forwarded(processes: Sequence[Process], run: RunDir) -> Iterator[None]:
+def _forwarded(processes: Sequence[Process], own: Own) -> Iterator[None]:
     """Requests to stop go to the workers themselves, so that they save; launchers would rather kill them."""
 
     def forward(number: int, frame: FrameType | None) -> None:
-        beats = heartbeat.read_all(run.heartbeats)
-        if not send_to_workers(beats, signal.Signals(number)):
+        if not send_to_workers(own.beats(), signal.Signals(number)):
             for process in processes:
                 _send(process.pid, signal.Signals(number))
 
@@ -171,23 +183,23 @@ def _forwarded(processes: Sequence[Process], run: RunDir) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def send_to_workers(beats: dict[int, Beat], number: signal.Signals) -> bool:
-    """A signal to every worker of this host that lives; whether there is one."""
-    pids = {beat.pid for beat in beats.values() if verdict.is_here(beat) and beat.exit_code is None}
+def send_to_workers(beats: Iterable[Beat], number: signal.Signals) -> bool:
+    """A signal to the workers of these beats; whether there are any."""
+    pids = {beat.pid for beat in beats}
     for pid in pids:
         _send(pid, number)
     return bool(pids)
 
 
-def end_all(processes: Sequence[Process], run: RunDir) -> None:
+def end_all(processes: Sequence[Process], own: Own) -> None:
     """No worker, and no child of one, stays behind. Checkpoints are safe against this, so nothing is waited for."""
-    beats = heartbeat.read_all(run.heartbeats)
+    beats = own.beats()
     for process in processes:
         _send(-process.pid, signal.SIGKILL)
         if process.poll() is None:
             process.kill()
-    for beat in beats.values():
-        if beat.exit_code is None and verdict.is_here(beat) and verdict.is_worker(beat.pid):
+    for beat in beats:
+        if verdict.is_worker(beat.pid):
             _send(beat.pid, signal.SIGKILL)  # a launcher may have put it into a session of its own
     for process in processes:
         process.wait()
