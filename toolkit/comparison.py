@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.parts import COMPARED, measured_parts, predicted_parts
+from toolkit.parts import COMPARED, MEMORY, measured_parts, predicted_parts
 
 WORTH_SAYING = 0.05
 """Deviations below this share of the step are not explained: predictions are no finer."""
@@ -47,6 +47,15 @@ def compare(time: Mapping[str, float], parts: Mapping[str, float]) -> list[Row]:
     predicted, measured = predicted_parts(time), measured_parts(parts)
     rows = [Row(name, COMPARED[name][0], predicted[name], measured[name]) for name in COMPARED]
     return [row for row in rows if row.predicted > 0 or row.measured > 0]
+
+
+def compare_memory(predicted: Mapping[str, int], measured: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Bytes of each part of the peak, predicted and measured; empty if nothing was measured."""
+    return {
+        name: {"predicted": sum(predicted.get(key, 0) for key in keys), "measured": measured[name]}
+        for name, (_, keys) in MEMORY.items()
+        if name in measured
+    }
 
 
 def explain(rows: list[Row], why: Circumstances) -> str:

@@ -41,6 +41,15 @@ COMPARED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 """What can be compared: name → words, predicted parts (of `plan.json`'s time), measured parts."""
 
+MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {
+    "weights": ("weights", ("params",)),
+    "optimizer": ("masters and moments", ("optimizer",)),
+    "gradients": ("gradients", ("grads",)),
+    "buffers": ("buffers and gathered weights", ("buffers", "gathered")),
+    "activations": ("activations and logits", ("activations", "logits")),
+}
+"""Parts of a rank's memory at its peak: name → words, predicted parts (of `plan.json`'s memory)."""
+
 
 def predicted_parts(time: Mapping[str, float]) -> dict[str, float]:
     """Seconds a step of each comparable part, from the plan's `time`."""

@@ -90,6 +90,8 @@ class Order:
     deepspeed: dict[str, Any]
     predicted_step_seconds: float
     predicted_memory_bytes: int
+    predicted_memory: dict[str, int]
+    """The same by part."""
     model_flops: float
     """FLOPs of a step by convention (no recompute): the base of MFU."""
     peak_flops: float
@@ -172,6 +174,7 @@ def _order(run: RunDir) -> Order:
         deepspeed=deepspeed,
         predicted_step_seconds=plan["time"]["total"],
         predicted_memory_bytes=plan["memory"]["total"],
+        predicted_memory={name: size for name, size in plan["memory"].items() if name != "total"},
         model_flops=plan["model_flops"],
         peak_flops=plan["peak_flops"],
         hardware_flops=plan.get("hardware_flops", plan["model_flops"]),

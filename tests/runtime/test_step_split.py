@@ -11,6 +11,7 @@ from tests.conftest import Finished, Trainer
 from tests.runtime import sleepy
 from toolkit.parts import PARTS
 
+PARAMS = 264 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 64) + 32
 STEPS = ("train.steps=12", "metrics.detail_every=5")
 
 KINDS = {
@@ -81,9 +82,8 @@ def check_ranks(ranks: dict[str, dict[str, float]]) -> None:
 def test_bytes_are_those_of_the_ring(train: Trainer) -> None:
     """Two ranks: an all-reduce of all fp32 gradients sends them once."""
     done = train("strategy.name=data_parallel", "train.steps=2", "metrics.detail_every=2", "train.grad_clip=0")
-    params = 264 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 64) + 32
     sent = done.records[-1]["collectives"]["all_reduce/grad_sync"]
-    assert sent["bytes"] == pytest.approx(4 * params, abs=16)  # and the norm
+    assert sent["bytes"] == pytest.approx(4 * PARAMS, abs=16)  # and the norm
 
 
 def test_the_slow_rank_is_named(train: Trainer) -> None:
@@ -112,6 +112,13 @@ def test_summary_compares_prediction_and_measurement_by_part(train: Trainer) -> 
     assert {"compute", "dp_comm", "optimizer", "fixed"} <= summary["parts"].keys()
     assert all(part["measured"] >= 0 and part["predicted"] >= 0 for part in summary["parts"].values())
     assert summary["explanation"]
+    memory = {name: part["measured"] for name, part in summary["memory_parts"].items()}
+    assert sum(memory.values()) == summary["measured"]["memory_bytes"]
+    assert memory["weights"] == pytest.approx(4 * PARAMS, rel=0.02)
+    assert memory["optimizer"] == pytest.approx((4 + 8) * PARAMS / 2, rel=0.02), "half of masters and moments"
+    assert 0.5 * 4 * PARAMS <= memory["gradients"] <= 1.6 * 4 * PARAMS, "half of them, and what is about to be reduced"
+    assert memory["activations"] > 0
+    assert all(part["predicted"] > 0 for part in summary["memory_parts"].values())
 
 
 def events(done: Finished) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from toolkit.comparison import Row, compare
+from toolkit.parts import MEMORY
 from toolkit.redact import redact
 from toolkit.reports.reader import Run, settled
 
@@ -55,6 +56,12 @@ def step_ratio(run: Run) -> tuple[float | None, float]:
     """Predicted and measured seconds of a step."""
     predicted = run.plan.get("time", {}).get("total")
     return predicted, _median(run, "step_seconds", settled(len(run.steps)))
+
+
+def memory_rows(run: Run) -> list[Row]:
+    """Bytes by part on the fullest rank, predicted and measured."""
+    found = run.summary.get("memory_parts") or {}
+    return [Row(n, MEMORY[n][0], part["predicted"], part["measured"]) for n, part in found.items() if n in MEMORY]
 
 
 def memory_by_rank(run: Run) -> list[int]:

@@ -64,6 +64,7 @@ def _run(run: Run) -> dict[str, Any]:
             "by_rank": figures.memory_by_rank(run)[:SHOWN_RANKS],
             "predicted": run.plan.get("memory", {}).get("total"),
             "limit": run.plan.get("memory_limit_bytes"),
+            "rows": [{**asdict(row), "ratio": row.ratio} for row in figures.memory_rows(run)],
         },
         "ranks": {name: _band(run, stats) for name, stats in run.ranks.items()},
         "stragglers": [{"rank": rank, "times": n, "seconds": s} for rank, (n, s) in run.stragglers.items()],

@@ -32,7 +32,7 @@ def _one(run: Run, console: Console) -> None:
     console.print(f"loss {spark(run)}", highlight=False)
     for key, value in figures.facts(run).items():
         console.print(f"{key:>14}  {value}", highlight=False)
-    for table in (_predictions(run), _parts(run), _memory(run), _ranks(run), _collectives(run)):
+    for table in (_predictions(run), _parts(run), _memory(run), _memory_parts(run), _ranks(run), _collectives(run)):
         if table.row_count:
             console.print(table)
     if run.summary.get("explanation"):
@@ -88,6 +88,14 @@ def _memory(run: Run) -> Table:
     table = _table(f"peak memory by rank{f', predicted {size(predicted)}' if predicted else ''}", "rank", "peak", "/")
     for rank, peak in enumerate(figures.memory_by_rank(run)[:16]):
         table.add_row(str(rank), size(peak), f"{peak / predicted:.2f}" if predicted else "–")
+    return table
+
+
+def _memory_parts(run: Run) -> Table:
+    table = _table("memory by part (fullest rank)", "part", "predicted", "measured", "measured / predicted")
+    for row in figures.memory_rows(run):
+        ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
+        table.add_row(row.words, size(row.predicted), size(row.measured), ratio)
     return table
 
 

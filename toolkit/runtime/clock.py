@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ class Lap:
 
 class Clock(Protocol):
     """Told which part of a step is running."""
+
+    watcher: Callable[[str], object] | None
+    """Told of each part that begins, if there is one."""
 
     @property
     def part_name(self) -> str:
@@ -82,6 +85,7 @@ class NoClock:
     part_name = "other"
 
     def __init__(self) -> None:
+        self.watcher: Callable[[str], object] | None = None
         self._began = time.perf_counter()
 
     def enter(self, part: str) -> None:
@@ -104,6 +108,7 @@ class HostClock:
     """Reads the host's clock at every border: exact where the host is the device."""
 
     def __init__(self) -> None:
+        self.watcher: Callable[[str], object] | None = None
         self._stack = ["other"]
         self._books = _Books()
         self._began = self._since = time.perf_counter()
@@ -114,6 +119,8 @@ class HostClock:
 
     def enter(self, part: str) -> None:
         self._close()
+        if self.watcher is not None:
+            self.watcher(part)
         self._stack.append(_inside(self._stack[-1], part))
 
     def leave(self) -> None:
@@ -154,6 +161,7 @@ class DeviceClock:
     """
 
     def __init__(self, device: Any) -> None:
+        self.watcher: Callable[[str], object] | None = None
         self._device = device
         self._main = device.current_stream()
         self._stack = ["other"]
@@ -169,6 +177,8 @@ class DeviceClock:
         return self._stack[-1]
 
     def enter(self, part: str) -> None:
+        if self.watcher is not None:
+            self.watcher(part)
         on_main = self._on_main()
         if self._sampled and on_main:
             self._mark()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from toolkit.parts import COMMUNICATION, COMPARED
+from toolkit.parts import COMMUNICATION, COMPARED, MEMORY
 from toolkit.runtime.metrics import Record
 
 GIB = 2**30
@@ -82,14 +82,20 @@ def _comparison(summary: Mapping[str, Any]) -> Table:
         table.add_column(heading, justify="left" if not heading else "right")
     rows = (("step time", "step_seconds", _seconds), ("memory a rank", "memory_bytes", _size))
     for label, key, words in rows:
-        ratio = f"{measured[key] / predicted[key]:.2f}" if predicted[key] else "–"
-        table.add_row(label, words(predicted[key]), words(measured[key]), ratio)
+        table.add_row(label, *_cells(predicted[key], measured[key], words))
     if summary.get("parts"):
         table.add_section()
     for name, part in summary.get("parts", {}).items():
-        ratio = f"{part['measured'] / part['predicted']:.2f}" if part["predicted"] else "–"
-        table.add_row(f"  {COMPARED[name][0]}", _seconds(part["predicted"]), _seconds(part["measured"]), ratio)
+        table.add_row(f"  {COMPARED[name][0]}", *_cells(part["predicted"], part["measured"], _seconds))
+    if summary.get("memory_parts"):
+        table.add_section()
+    for name, part in summary.get("memory_parts", {}).items():
+        table.add_row(f"  {MEMORY[name][0]}", *_cells(part["predicted"], part["measured"], _size))
     return table
+
+
+def _cells(predicted: float, measured: float, words: Callable[[float], str]) -> tuple[str, str, str]:
+    return words(predicted), words(measured), f"{measured / predicted:.2f}" if predicted else "–"
 
 
 def _seconds(value: float) -> str:
@@ -97,4 +103,6 @@ def _seconds(value: float) -> str:
 
 
 def _size(value: float) -> str:
-    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.0f} MiB"
+    if value >= GIB:
+        return f"{value / GIB:.2f} GiB"
+    return f"{value / MIB:.0f} MiB" if value >= 10 * MIB or not value else f"{value / MIB:.2f} MiB"

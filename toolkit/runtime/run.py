@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
+from toolkit.comparison import compare_memory
 from toolkit.errors import LossNotFinite, Preempted
 from toolkit.membership import Membership
 from toolkit.noise_scale import NoiseScale
@@ -89,7 +90,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     counters, missing = make_counters()
     if missing:
         _speaker(world, console)(missing)
-    memory = MemoryMeter()
+    memory = MemoryMeter(clock)
     # Islands meet every `local_steps` steps only, and then for this too.
     every = -(-recipe.metrics.detail_every // plan.local_steps) * plan.local_steps
     group = host_group()
@@ -240,7 +241,9 @@ def num_steps(recipe: Recipe, order: Order) -> int:
 def _summary(
     order: RunOrder, run: RunDir, recorder: Recorder, observer: Observer, status: str, seconds: float, done: int
 ) -> dict[str, Any]:
-    peaks = gather_objects(observer.memory.peak_bytes) if status == "done" else [observer.memory.peak_bytes]
+    memory = (observer.memory.peak_bytes, observer.memory.parts())
+    by_rank = gather_objects(memory) if status == "done" else [memory]
+    peaks = [peak for peak, _ in by_rank]
     return {
         "status": status,
         "steps": recorder.last.step if recorder.last else done,
@@ -251,6 +254,7 @@ def _summary(
         "predicted": {"step_seconds": order.predicted_step_seconds, "memory_bytes": order.predicted_memory_bytes},
         "measured": {"step_seconds": recorder.typical_step_seconds(), "memory_bytes": max(peaks)},
         "memory_bytes_by_rank": peaks,
+        "memory_parts": compare_memory(order.predicted_memory, max(by_rank, key=lambda one: one[0])[1]),
         "run_dir": str(run.path),
         **observer.noise_summary(),
     }
