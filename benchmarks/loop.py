@@ -1,49 +1,29 @@
-"""Our training loop with metrics on, against a bare DeepSpeed loop on the same engine and pre-made batches, in turns.
+"""Our training loop with metrics on, against a bare DeepSpeed loop on the same engine and pre-made batches, in turn.
 
-python benchmarks/loop.py [--blocks 8] [--steps 6]
+python -m benchmarks.loop [--stage 2] [--seconds 80]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from toolkit.deepspeed_config import deepspeed_config
-from toolkit.plan import Plan
-from toolkit.recipe import Model, Train
-from toolkit.runtime import comm_timer
-from toolkit.runtime.build import Site, build_engine
-from toolkit.runtime.clock import make_clock
-from toolkit.runtime.counters import make_counters
+from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, observed
+from benchmarks.paired import in_turn, ratio
 from toolkit.runtime.data import MicroBatch
-from toolkit.runtime.distributed import current_world, host_group
-from toolkit.runtime.engine import ReplicaEngine, summed_loss
+from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.groups import call_on_ranks, first_failure
-from toolkit.runtime.memory_meter import MemoryMeter
-from toolkit.runtime.metrics import JsonlSink, Recorder
 from toolkit.runtime.order import Order
 from toolkit.runtime.prefetch import Share
-from toolkit.runtime.step_meter import StepMeter
-from toolkit.runtime.trace import Tracer
-from toolkit.runtime.trainer import Observer, SpikeGuard, train
-from toolkit.schedule import make_schedule
-
-MODEL = {
-    "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264, "max_position_embeddings": 512,
-}  # fmt: skip
-SEQ_LEN, MICRO_BATCH, PROCESSES = 256, 4, 2
-DETAIL_EVERY = 10
-"""As recipes have it by default."""
+from toolkit.runtime.trainer import train
 
 
 @dataclass(frozen=True)
@@ -51,16 +31,18 @@ class Made:
     """Samples that are micro-batches already."""
 
     batches: Sequence[MicroBatch]
+    rows: int
+    """Of a micro-batch."""
     lengths: None = None
     positions: int = 0
     positions_used: int = 0
 
     def __len__(self) -> int:
-        return len(self.batches) * MICRO_BATCH * PROCESSES
+        return len(self.batches) * self.rows * PROCESSES
 
     def width(self, indices: np.ndarray) -> int:
         """Tokens of a row."""
-        return SEQ_LEN
+        return self.batches[0].shape[1]
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         """Whatever is asked for: made before."""
@@ -68,95 +50,62 @@ class Made:
 
 
 class Nothing:
-    """A keeper that keeps nothing."""
+    """A run that saves nothing."""
 
     def after(self, step: int) -> None:
         """Nothing."""
 
 
-def rank(blocks: int, steps: int, directory: str) -> list[tuple[float, float]]:
-    """Seconds of each block, bare and ours, as one rank."""
-    settings = Train(global_batch=MICRO_BATCH * PROCESSES, steps=10**6, schedule="constant", warmup=0.0)
-    plan = Plan(
-        strategy="zero", dp=PROCESSES, zero_stage=1, zero_group=PROCESSES, micro_batch=MICRO_BATCH, precision="fp32"
-    )
-    clock = make_clock()
-    timer = comm_timer.install(clock, 1)
-    engine = build_engine(
-        Site(
-            model=Model(config=MODEL, init="scratch", precision="fp32"),
-            train=settings,
-            plan=plan,
-            deepspeed=deepspeed_config(plan, settings, params=10**7, backend="cpu"),
-            schedule=make_schedule(settings, 10**6),
-        ),
-        current_world(),
-    )
-    assert isinstance(engine, ReplicaEngine)
-    engine.watch(clock)
-    memory = MemoryMeter()
-    counters, _ = make_counters(current_world().local_rank)
-    meter = StepMeter(plan, clock, timer, memory, counters, DETAIL_EVERY, host_group())
-    sinks = [JsonlSink(Path(directory) / "metrics.jsonl", Path(directory) / "summary.json")]
-    recorder = Recorder(list(sinks) if engine.replica == 0 else [])
-    for sink in recorder.sinks:
-        sink.start({})
-    observer = Observer(
-        recorder=recorder, meter=meter, memory=memory, model_flops=1e9, hardware_flops=1e9, devices=PROCESSES,
-        peak_flops=1e12, guard=SpikeGuard(float("inf")), scales_loss=False, saved=lambda: 0,
-        tracer=Tracer(None, Path(directory) / "trace", current_world().rank),
-    )  # fmt: skip
-    samples = made()
-    order = Order(samples=len(samples), global_batch=settings.global_batch, seed=0)
-    share = Share(replica=engine.replica, replicas=PROCESSES, micro_batch=MICRO_BATCH)
-    counters.start()
-    meter.begin()
-    done, found = 0, []
-    for block in range(blocks + 1):
-        started = time.perf_counter()
-        bare(engine._engine, samples, steps)
-        middle = time.perf_counter()
-        train(engine, samples, order, share, range(done, done + steps), observer, Nothing())
-        found.append((middle - started, time.perf_counter() - middle))
-        done += steps
-        torch.distributed.barrier()
-        if block == 0:
-            found.clear()  # caches fill, and one step is watched for memory
-    counters.stop()
-    return found
+def measure(stage: int, seconds: float, directory: str) -> list[tuple[float, float]]:
+    """As one rank: seconds of every pair of blocks, bare and ours."""
+    run = observed(stage, Path(directory), accumulate=1)
+    samples = Made(run.batch, run.plan.micro_batch)
+    done = [0]
+    pairs = in_turn(lambda: bare(run, samples), lambda: ours(run, samples, done), seconds, agree=first_decides)
+    run.finish()
+    return pairs
 
 
-def made() -> Made:
-    """A few batches."""
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, 264, (MICRO_BATCH, SEQ_LEN + 1), generator=generator) for _ in range(8)]
-    return Made([MicroBatch(i[:, :-1].contiguous(), i[:, 1:].contiguous()) for i in ids])
-
-
-def bare(engine: Any, samples: Made, steps: int) -> None:
+def bare(run: Observed, samples: Made) -> float:
     """What anybody would write."""
-    for step in range(steps):
+    run.turn(on=False)
+    engine = run.engine._engine
+    began = time.perf_counter()
+    for step in range(DETAIL_EVERY):
         micro = samples.batch(np.array([step]))
         loss = summed_loss(engine(**micro.inputs()).logits, micro.labels) / micro.labels.numel()
         engine.backward(loss)
         engine.step()
+    return time.perf_counter() - began
+
+
+def ours(run: Observed, samples: Made, done: list[int]) -> float:
+    """The trainer with every sink, one step of the block in detail."""
+    run.turn(on=True)
+    order = Order(samples=len(samples), global_batch=run.plan.global_batch, seed=0)
+    share = Share(replica=run.engine.replica, replicas=PROCESSES, micro_batch=run.plan.micro_batch)
+    steps = range(done[0], done[0] + DETAIL_EVERY)
+    done[0] += DETAIL_EVERY
+    began = time.perf_counter()
+    train(run.engine, samples, order, share, steps, run.observer, Nothing())
+    return time.perf_counter() - began
 
 
 def main() -> None:
     """Print the ratio of tokens a second."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--seconds", type=float, default=80)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        results = call_on_ranks(rank, args.blocks, args.steps, directory, nproc=PROCESSES, timeout_seconds=1200)
+        results: list[Any] = call_on_ranks(
+            measure, args.stage, args.seconds, directory, nproc=PROCESSES, timeout_seconds=3600
+        )
     failure = first_failure(results)
     assert failure is None, failure
-    ratios = [plain / ours for plain, ours in results[0]]
-    ratio = statistics.median(ratios)
-    total = sum(plain for plain, _ in results[0]) / sum(ours for _, ours in results[0])
-    print(f"our loop / bare loop: median {ratio:.3f}, of all time {total:.3f}")
-    print("by block: " + ", ".join(f"{r:.3f}" for r in ratios))
+    found = ratio(results[0])
+    print(f"tokens a second, our loop / bare loop: {found}")
+    print(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":

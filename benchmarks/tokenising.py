@@ -1,17 +1,20 @@
 """Tokenising into our cache, against `datasets.map` written by hand with as many workers, in turns.
 
-python benchmarks/tokenising.py [--rounds 3] [--workers 2]
+python -m benchmarks.tokenising [--seconds 80] [--workers 2]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import statistics
+import shutil
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.paired import in_turn, ratio
 from toolkit.data_files import data_files
 from toolkit.recipe import Data
 from toolkit.runtime.together import Alone
@@ -19,34 +22,39 @@ from toolkit.runtime.token_cache import TokenCache, find_or_make
 from toolkit.runtime.tokenizer import HuggingFace
 from toolkit.runtime.tokenizer_training import train_tokenizer
 
-PARAGRAPH = 2000
-"""Characters of a document."""
+PARAGRAPH, CHARACTERS = 2000, 8_000_000
+"""Of a document, and of all."""
 
 
 def main() -> None:
     """Print the ratio."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=80)
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         path = write_text(work)
         train_tokenizer(str(path), "text", 4096, work / "tokenizer")
-        ratios = []
-        for number in range(args.rounds):
-            by_hand = hand_written(path, work, args.workers, number)
-            started = time.perf_counter()
-            cache = TokenCache(work / f"cache-{number}", args.workers)
-            documents = find_or_make(cache, Data(), str(path), load(work), Alone())
-            ours = time.perf_counter() - started
-            ratios.append(by_hand / ours)
-            rate = len(documents.tokens) / ours / 1e6
-            print(
-                f"by hand {by_hand:.1f} s, ours {ours:.1f} s ({rate:.2f} M tokens/s), ratio {ratios[-1]:.2f}",
-                flush=True,
-            )
-    print(f"throughput of ours / datasets.map by hand: {statistics.median(ratios):.2f}")
+        numbers = itertools.count()
+        pairs = in_turn(
+            lambda: hand_written(path, work, args.workers, next(numbers)),
+            lambda: ours(path, work, args.workers, next(numbers)),
+            args.seconds,
+        )
+    found = ratio(pairs)
+    print(f"throughput of ours / datasets.map by hand: {found}")
+    print(json.dumps(asdict(found)))
+
+
+def ours(path: Path, work: Path, workers: int, number: int) -> float:
+    """Seconds of a cold cache."""
+    tokenizer, root = load(work), work / f"cache-{number}"
+    started = time.perf_counter()
+    find_or_make(TokenCache(root, workers), Data(), str(path), tokenizer, Alone())
+    seconds = time.perf_counter() - started
+    shutil.rmtree(root)
+    return seconds
 
 
 def write_text(work: Path) -> Path:
@@ -54,7 +62,10 @@ def write_text(work: Path) -> Path:
     files = data_files("python-stdlib")
     assert files is not None
     text = "\n".join(file.read_text(errors="replace") for file in files)
-    rows = [json.dumps({"text": text[start : start + PARAGRAPH]}) for start in range(0, len(text), PARAGRAPH)]
+    rows = [
+        json.dumps({"text": text[start : start + PARAGRAPH]})
+        for start in range(0, min(len(text), CHARACTERS), PARAGRAPH)
+    ]
     path = work / "text.jsonl"
     path.write_text("\n".join(rows) + "\n")
     return path
@@ -82,7 +93,9 @@ def hand_written(path: Path, work: Path, workers: int, number: int) -> float:
         num_proc=workers,
         load_from_cache_file=False,
     )
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    shutil.rmtree(work / f"by-hand-{number}")
+    return seconds
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def write_run(path: Path, records: list[dict[str, Any]], name: str = "tiny", tai
     plan = {"strategy": "zero", "dp": 2, "zero_stage": 2, "micro_batch": 4, "grad_accum": 1, "time": time}
     (path / "plan.json").write_text(json.dumps(plan | {"memory": {"total": 2**20}}))
     summary = {"status": "done", "memory_bytes_by_rank": [2**20, 2**21], "explanation": "links are slow"}
+    summary["memory_parts"] = {"weights": {"predicted": 2**20, "measured": 3 * 2**19}}
     (path / "summary.json").write_text(json.dumps(summary))
     events = [{"time": 1.7e9, "step": 0, "kind": "start", "text": "started with 2 ranks, zero"}]
     (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -115,7 +116,7 @@ def test_the_terminal_shows_predictions_parts_ranks_and_stragglers(
 ) -> None:
     assert main(["report", str(run)]) == 0
     shown = capsys.readouterr().out
-    for text in ("forward and backward", "gradient synchronisation", "all_reduce/grad_sync", "rank 1", "done"):
+    for text in ("forward and backward", "gradient synchronisation", "all_reduce/grad_sync", "rank 1", "done", "1.50"):
         assert text in shown, text
 
 
@@ -139,6 +140,7 @@ def test_the_page_in_a_browser(run: Path, tmp_path: Path) -> None:
     text = re.sub(r"<[^>]+>", " ", shown.split('id="stragglers"')[1].split("</table>")[0])
     assert "rank 1" in text
     assert "30.0 ms" in text
+    assert "1.50 ×" in shown.split('id="memory-parts"')[1].split("</table>")[0]
     assert (
         "1.14 ×" in shown.split('id="predictions"')[1].split("</table>")[0]
     )  # 80 ms of forward and backward, 70 predicted

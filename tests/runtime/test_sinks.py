@@ -135,8 +135,7 @@ def test_a_terminal_shows_progress_memory_and_communication(monkeypatch: pytest.
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(Console, "_environ", {"COLUMNS": "200", "TERM": "xterm"})
     stream = Terminal()
     sink = ConsoleSink(stream, steps=20, every=10, memory_limit_bytes=2**30)
     sink.start({})

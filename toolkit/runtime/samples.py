@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -74,6 +75,28 @@ def _shifted(window: np.ndarray) -> MicroBatch:
     return MicroBatch(tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous())
 
 
+class Rows(Protocol):
+    """One document a row: what padding costs."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Inputs of each row."""
+
+    @property
+    def seq_len(self) -> int:
+        """The longest row."""
+
+
+def _positions(self: Rows) -> int:
+    """If batches were of one length each."""
+    return int(_rounded(self.lengths, self.seq_len).sum())
+
+
+def _positions_used(self: Rows) -> int:
+    """Without padding."""
+    return int(self.lengths.sum())
+
+
 @dataclass(frozen=True)
 class Padded:
     """One document a row, padded on the right to the longest of the global batch; batches are of like lengths."""
@@ -85,18 +108,11 @@ class Padded:
     seq_len: int
     pad: int
 
+    positions = property(_positions)
+    positions_used = property(_positions_used)
+
     def __len__(self) -> int:
         return len(self.starts)
-
-    @property
-    def positions(self) -> int:
-        """If batches were of one length each."""
-        return int(_rounded(self.lengths, self.seq_len).sum())
-
-    @property
-    def positions_used(self) -> int:
-        """Without padding."""
-        return int(self.lengths.sum())
 
     def width(self, indices: np.ndarray) -> int:
         """The longest of the batch, rounded up."""
@@ -125,6 +141,9 @@ class Labelled:
     start: int = 0
     """Seq2seq: what the decoder begins with."""
 
+    positions = property(_positions)
+    positions_used = property(_positions_used)
+
     def __len__(self) -> int:
         return len(self.documents)
 
@@ -133,16 +152,6 @@ class Labelled:
         """Inputs of each row."""
         lengths: np.ndarray = np.minimum(self.documents.lengths, self.seq_len)
         return lengths
-
-    @property
-    def positions(self) -> int:
-        """If batches were of one length each."""
-        return int(_rounded(self.lengths, self.seq_len).sum())
-
-    @property
-    def positions_used(self) -> int:
-        """Without padding."""
-        return int(self.lengths.sum())
 
     def width(self, indices: np.ndarray) -> int:
         """The longest of the batch, rounded up; encoder and decoder are padded alike."""
