@@ -69,7 +69,7 @@ class OneBitAdam(torch.optim.Optimizer):
         (first, second), state = self._train.betas, self.state[weight]
         counted = min(state["step"], self._freeze)
         root = state["exp_avg_sq"].div(1 - second**counted).sqrt_().add_(self._train.eps)
-        change = state["exp_avg"].div(1 - first ** state["step"]).div_(root)
+        change: torch.Tensor = state["exp_avg"].div(1 - first ** state["step"]).div_(root)
         return change.add_(weight, alpha=self._train.weight_decay)
 
 
