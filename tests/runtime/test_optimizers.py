@@ -60,6 +60,16 @@ def test_every_stage_gives_the_result_of_one_process(optimizer: str, stages: tup
         assert_same(expected, run(section, replace(plan, zero_group=2 if stage else 1), train))
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_16_bit_wrappers_stay_near_fp32(stage: int) -> None:
+    """Each has a way of its own to hold masters, and one takes a step before the first."""
+    train = replace(ADAM, optimizer="lamb", lr=RATES["lamb"], weight_decay=0.1)
+    plan = Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=stage, zero_group=2 if stage else 1, precision="bf16")
+    section = model("llama")
+    exact, rough = run(section, ONE, train), run(replace(section, precision="bf16"), plan, train)
+    assert largest_difference(exact.loss, rough.loss) < 1e-2
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", "lars"])
 def test_states_are_saved_and_go_on_under_another_world(train: Trainer, tmp_path: Path, optimizer: str) -> None:
     base = ("train.steps=6", "checkpoint.every=3", f"train.optimizer={optimizer}", f"train.lr={RATES[optimizer]}")
