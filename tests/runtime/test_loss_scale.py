@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from deepspeed.accelerator import get_accelerator
 
 from tests.runtime.parallel import ADAM, STEPS, batch, micro_batches, model
@@ -19,30 +20,51 @@ from toolkit.runtime.groups import call_on_ranks
 from toolkit.runtime.metrics import Record
 from toolkit.schedule import make_schedule
 
-PLAN = Plan(strategy="zero", dp=2, zero_stage=1, zero_group=2, micro_batch=2, precision="fp16")
+PLANS = {
+    "zero": Plan(strategy="zero", dp=2, zero_stage=1, zero_group=2, micro_batch=2, precision="fp16"),
+    "data_parallel": Plan(strategy="data_parallel", dp=2, micro_batch=2, precision="fp16"),
+    "tensor_parallel": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp16"),
+    "pipeline": Plan(
+        strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, pipeline_bounds=(0, 2, 4), precision="fp16"
+    ),
+}
+FIRST_SCALE_POWER = 19
 
 
-def train_as_rank(section: Model) -> list[tuple[bool, float | None]]:
+def train_as_rank(section: Model, plan: Plan) -> list[tuple[float, float, bool, float | None]]:
     """DeepSpeed refuses fp16 on a CPU because it is slow there; the arithmetic is the same, so the check is lifted."""
     type(get_accelerator()).is_fp16_supported = lambda self: True
-    config = deepspeed_config(PLAN, ADAM, params=10**6, backend="cpu")
-    config["fp16"] |= {"initial_scale_power": 22, "hysteresis": 1}
-    site = Site(model=section, train=ADAM, plan=PLAN, deepspeed=config, schedule=make_schedule(ADAM, STEPS))
+    config = deepspeed_config(plan, ADAM, params=10**6, backend="cpu")
+    config["fp16"] |= {"initial_scale_power": FIRST_SCALE_POWER, "hysteresis": 1}
+    site = Site(model=section, train=ADAM, plan=plan, deepspeed=config, schedule=make_schedule(ADAM, STEPS))
     engine = build_engine(site, current_world())
-    results = [engine.step(list(micro_batches(batch(s, "full"), PLAN, engine.replica))) for s in range(2 * STEPS)]
-    return [(result.skipped, result.loss_scale) for result in results]
+    results = [engine.step(list(micro_batches(batch(0, "full"), plan, engine.replica))) for _ in range(2 * STEPS)]
+    return [(float(result.loss), result.grad_norm, result.skipped, result.loss_scale) for result in results]
 
 
-def test_skipped_steps_halve_the_scale_until_gradients_fit() -> None:
-    both = call_on_ranks(train_as_rank, replace(model("llama"), precision="fp16"), nproc=2)
+@pytest.fixture(scope="module")
+def exact() -> list[tuple[float, float]]:
+    """Losses and gradient norms of updates in fp32."""
+    plan = Plan(strategy="data_parallel", micro_batch=4, precision="fp32")
+    (found,) = call_on_ranks(train_as_rank, model("llama"), plan, nproc=1)
+    return [(loss, norm) for loss, norm, _, _ in found]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_steps_are_skipped_until_gradients_fit_and_then_learn_as_in_fp32(
+    name: str, exact: list[tuple[float, float]]
+) -> None:
+    """Each step is the same batch: what was skipped changes nothing, and the next update is one of fp32's."""
+    both = call_on_ranks(train_as_rank, replace(model("llama"), precision="fp16"), PLANS[name], nproc=2)
     assert both[0] == both[1]
-    skipped = [one for one, _ in both[0]]
-    assert skipped[0], "2**22 must be too large for this model's gradients in fp16"
-    assert not skipped[-1], "and some smaller scale is not"
-    scale = 2.0**22
-    for was_skipped, told in both[0]:
-        scale = scale / 2 if was_skipped else scale
+    assert both[0][0][2], "the first scale must be too large for this model's gradients in fp16"
+    assert not both[0][-1][2], "and some smaller scale is not"
+    scale, updates = 2.0**FIRST_SCALE_POWER, iter(exact)
+    for loss, norm, skipped, told in both[0]:
+        scale = scale / 2 if skipped else scale
         assert told == scale
+        if not skipped:
+            assert (loss, norm) == pytest.approx(next(updates), rel=5e-3)
 
 
 def test_a_skipped_step_is_an_event(tmp_path: Path) -> None:

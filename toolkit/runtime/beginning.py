@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from toolkit import regions
-from toolkit.plan import Plan
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.onebit import Exchange, OneBitAdam
 from toolkit.runtime.optimizers import Layers, Own, Span
 
 
-def undo_first_step(optimizer: Any, plan: Plan) -> None:
+def undo_first_step(optimizer: Any) -> None:
     """Give a 16-bit optimizer without ZeRO back its fresh state.
 
     DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
     bias correction shortens the first updates, and weight decay has already bitten.
     """
-    if plan.zero_stage > 0 or plan.precision == "fp32":
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return
     optimizer.optimizer.state.clear()
     for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):

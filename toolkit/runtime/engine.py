@@ -11,7 +11,6 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from toolkit import regions
-from toolkit.plan import Plan
 from toolkit.recipe import Train
 from toolkit.runtime import reduction
 from toolkit.runtime.beginning import begin, undo_first_step
@@ -22,6 +21,7 @@ from toolkit.runtime.distributed import device
 from toolkit.runtime.expert_places import expert_copies, expert_places
 from toolkit.runtime.faults import FaultCounter
 from toolkit.runtime.fragments import Stateful
+from toolkit.runtime.loss_scale import Scaling
 from toolkit.runtime.mesh import Mesh, TensorUnit
 from toolkit.runtime.noise_meter import NoiseMeter
 from toolkit.runtime.norm_meter import NoNumbers, NormMeter
@@ -125,7 +125,7 @@ class ReplicaEngine:
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
             mpu=unit,
         )
-        undo_first_step(self._engine.optimizer, mesh.plan)
+        undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
@@ -164,6 +164,7 @@ class ReplicaEngine:
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         self._faults.reset()
+        self._scaling.begin()
         try:
             for micro in batch:
                 with part(self._clock, "forward"):
@@ -171,7 +172,7 @@ class ReplicaEngine:
                     loss = self._loss(self._engine(**own.inputs()).logits, own.labels)
                     total += loss.detach()
                 with part(self._clock, "backward"):
-                    self._engine.backward(loss * weight)
+                    self._engine.backward(self._scaling.prepared(loss * weight))
                 self._check_once()
                 with part(self._clock, "optimizer"):
                     self._engine.step()
@@ -183,7 +184,7 @@ class ReplicaEngine:
         return StepResult(
             loss=mean,
             tokens=tokens,
-            grad_norm=self._norm.last(),
+            grad_norm=self._scaling.unscaled(self._norm.last()),
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
@@ -221,22 +222,6 @@ class ReplicaEngine:
         check, self._after_backward = self._after_backward, None
         if check is not None:
             check()
-
-
-class Scaling:
-    """Loss scale and skipped updates of fp16, as DeepSpeed counts them."""
-
-    def __init__(self, engine: Any, plan: Plan) -> None:
-        self._engine = engine
-        self._scales = plan.precision == "fp16"
-        self._skipped = 0
-
-    def last(self) -> tuple[float | None, bool]:
-        """Of the last step: the scale for the next one, and whether it was skipped."""
-        if not self._scales:
-            return None, False
-        before, self._skipped = self._skipped, int(self._engine.skipped_steps)
-        return float(self._engine.optimizer.loss_scale), self._skipped > before
 
 
 def time_gradient_sync(engine: Any, clock: Clock) -> None:

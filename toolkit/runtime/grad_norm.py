@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,22 +14,31 @@ EPSILON = 1e-6
 """As in `torch.nn.utils.clip_grad_norm_`."""
 
 
+Held = tuple[torch.nn.Parameter, torch.Tensor]
+"""A parameter and its gradient."""
+
+
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_norm: float) -> float:
     """Scale gradients down to `max_norm`; the norm before."""
-    held = [p for p in parameters if p.grad is not None]
-    squares = mesh.sum_over_shards(_squares(p for p in held if not _is_expert(p) and _counts(p, mesh)))
-    if mesh.plan.ep > 1:  # each rank of an expert group holds other experts; groups repeat dp / ep times
-        experts = _squares(p for p in held if _is_expert(p))
-        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
-    norm = float(squares.sqrt())
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
+    norm = gradient_norm(held, mesh)
     scale = max_norm / (norm + EPSILON)
     if scale < 1:
-        torch._foreach_mul_([p.grad for p in held if p.grad is not None], scale)
+        torch._foreach_mul_([gradient for _, gradient in held], scale)
     return norm
 
 
-def _squares(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def gradient_norm(held: Sequence[Held], mesh: Mesh) -> float:
+    """The norm of all gradients of a replica. Collective."""
+    squares = mesh.sum_over_shards(_squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh)))
+    if mesh.plan.ep > 1:  # each rank of an expert group holds other experts; groups repeat dp / ep times
+        experts = _squares(g for p, g in held if _is_expert(p))
+        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
+    return float(squares.sqrt())
+
+
+def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
+    gradients = list(found)
     if not gradients:
         return torch.zeros((), device=device())
     return torch.stack(torch._foreach_norm(gradients)).square().sum()

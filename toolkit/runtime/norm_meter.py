@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from toolkit.runtime.distributed import device
-from toolkit.runtime.grad_norm import clip_gradients
+from toolkit.runtime.grad_norm import clip_gradients, gradient_norm
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.onebit import OneBitAdam
 
@@ -20,8 +21,9 @@ class NoNumbers(Exception):
 class NormMeter:
     """The gradient norm of the last step, whatever the optimizer.
 
-    DeepSpeed (0.19) tells it under ZeRO and in 16 bits. Plain fp32 gradients it clips without telling, in a pipeline
-    by the first stage's norm and with tied weights counted twice; there we measure and clip ourselves.
+    DeepSpeed (0.19) tells it under ZeRO. Plain fp32 gradients it clips without telling, in a pipeline by the first
+    stage's norm and with tied weights counted twice; there we measure and clip ourselves. Plain 16-bit gradients it
+    clips by a norm of the first tensor rank's shards, without experts; there we measure, and it clips by our norm.
     """
 
     def __init__(self, engine: Any, mesh: Mesh) -> None:
@@ -34,6 +36,8 @@ class NormMeter:
             limit = engine.gradient_clipping() or float("inf")
             engine.gradient_clipping = lambda: limit  # above 0: the engine then calls what follows at every step
             engine.clip_fp32_gradients = lambda: self._clip(limit)
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            self._correct(engine.optimizer)
 
     def last(self) -> float:
         """Before clipping."""
@@ -48,6 +52,19 @@ class NormMeter:
             return own
         squares = torch.tensor(own**2, dtype=torch.float64, device=device())
         return math.sqrt(float(self._mesh.sum_over_tokens(squares)) / self._mesh.token_ranks)
+
+    def _correct(self, optimizer: FP16_UnfusedOptimizer) -> None:
+        """Have the optimizer clip by, and tell, the norm of all gradients, which are in fp32 by then."""
+        clip = optimizer.unscale_and_clip_grads
+
+        def clip_by_all(total_norm: float, apply_scale: bool = True) -> Any:
+            groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            pairs = (pair for weights, masters in groups for pair in zip(weights, masters, strict=True))
+            held = [(weight, master.grad) for weight, master in pairs if master.grad is not None]
+            optimizer._global_grad_norm = gradient_norm(held, self._mesh)
+            return clip(optimizer._global_grad_norm, apply_scale)
+
+        optimizer.unscale_and_clip_grads = clip_by_all
 
     def _clip(self, limit: float) -> None:
         self._norm = self._together(clip_gradients(self._engine.module.parameters(), self._mesh, limit))

@@ -14,12 +14,13 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from toolkit.recipe import Train
 from toolkit.runtime import reduction
-from toolkit.runtime.beginning import begin
+from toolkit.runtime.beginning import begin, undo_first_step
 from toolkit.runtime.clock import Clock, part
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.deepspeed_state import DeepSpeedState
 from toolkit.runtime.distributed import device
-from toolkit.runtime.engine import Scaling, StepResult, Sums, counted_tokens, placed
+from toolkit.runtime.engine import StepResult, Sums, counted_tokens, placed
+from toolkit.runtime.loss_scale import Scaling
 from toolkit.runtime.mesh import Mesh
 from toolkit.runtime.norm_meter import NoNumbers, NormMeter
 from toolkit.runtime.optimizers import own_optimizer
@@ -54,10 +55,12 @@ class PipelineRun:
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         reduction.install(self._engine, train.reduce, mesh)
         self._norm = NormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
+        stage.prepared = self._scaling.prepared
 
     @property
     def replica(self) -> int:
@@ -97,6 +100,7 @@ class PipelineRun:
         # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
+        self._scaling.begin()
         try:
             loss = self._engine.train_batch(_nothing())
         except NoNumbers:  # on every rank alike, before the update
@@ -108,7 +112,7 @@ class PipelineRun:
         return StepResult(
             loss=loss.squeeze() / self._scale,
             tokens=tokens,
-            grad_norm=self._norm.last(),
+            grad_norm=self._scaling.unscaled(self._norm.last()),
             lr=lr,
             skipped=skipped,
             loss_scale=scale,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Stage(torch.nn.Module):
         if index == 0:
             model.get_input_embeddings().register_forward_hook(self.faults.after_embedding)
         self._received: tuple[torch.Tensor, ...] = ()
+        self.prepared: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
+        """Makes a loss ready for the engine's backward pass."""
         self.correct = torch.zeros((), dtype=torch.long, device=device())
         """Labels that the last stage found while it evaluated what was fed last."""
 
@@ -82,7 +84,7 @@ class Stage(torch.nn.Module):
             self.correct += num_correct(self._loss, output.logits, micro.labels)
         loss = self._loss(output.logits, micro.labels) * self._weight
         self.faults.forward(taken, (loss,))
-        return loss
+        return self.prepared(loss)
 
 
 def _carve(
