@@ -44,6 +44,11 @@ RECIPE: dict[str, Any] = {
     "metrics": {"console": False, "wandb": {"mode": "disabled"}},
 }
 AXES = ("strategy.name=zero", "strategy.zero_stage=2")
+MIXTURE = (
+    "model.config.model_type=mixtral",
+    "model.config.num_local_experts=4",
+    "model.config.num_experts_per_tok=2",
+)
 LONG = ("train.steps=1000000", *AXES)
 
 
@@ -112,6 +117,39 @@ def pairs(count: int, root: Path) -> dict[str, Any]:
         ran += 1
         shutil.rmtree(path)
     return {"pairs": ran, "bitwise_equal": ran, "largest_loss_difference": worst, "refused": refused}
+
+
+ALL_LAYOUTS = {
+    **LAYOUTS,
+    "zero3+hpz@4": (4, ("strategy={name: zero, zero_stage: 3, zero_variant: hpz, zero_group: 2}",)),
+    "hybrid@8": (8, ("strategy={name: hybrid, pp: 2, tp: 2}",)),
+    "expert_parallel@2": (2, ("strategy={name: expert_parallel, ep: 2}", *MIXTURE)),
+    "local_sgd@4": (4, ("strategy={name: local_sgd, islands: 2, local_steps: 2, zero_stage: 1}",)),
+    "local_sgd, overlap, 8 bits@4": (
+        4,
+        (
+            "strategy={name: local_sgd, islands: 2, local_steps: 2, zero_stage: 0}",
+            "train.outer={optimizer: nesterov, mode: overlap, bits: 8}",
+        ),
+    ),
+}
+"""Every strategy of the registry."""
+
+
+def same(count: int, root: Path) -> dict[str, Any]:
+    """Resumed under its own strategy, `count` steps: losses, norms, weights and moments bit by bit."""
+    last = 4 + count
+    base = (f"train.steps={last}", "checkpoint.every=4", "checkpoint.keep=99")
+    equal = []
+    for name, (nproc, axes) in ALL_LAYOUTS.items():
+        whole = supervised(RECIPE, root / name / "whole", None, *base, *axes, nproc=nproc)
+        source = store.path_of(whole.run.checkpoints, 4)
+        done = supervised(RECIPE, root / name / "again", None, *base, *axes, f"checkpoint.resume={source}", nproc=nproc)
+        assert whole.code == done.code == 0, f"{name}: {whole.message} {done.message}"
+        assert {step: loss for step, loss in whole.losses.items() if step > 4} == done.losses, name
+        assert_equal(store.path_of(whole.run.checkpoints, last), store.path_of(done.run.checkpoints, last))
+        equal.append(name)
+    return {"steps": count, "strategies": len(ALL_LAYOUTS), "bit_identical": equal}
 
 
 def stops(count: int, root: Path) -> dict[str, Any]:
@@ -282,6 +320,7 @@ BARS = {
     "kills": (kills, 200),
     "corruptions": (corruptions, 1000),
     "pairs": (pairs, 64),
+    "same": (same, 20),
     "stops": (stops, 30),
     "deaths": (deaths, 50),
     "hangs": (hangs, 20),

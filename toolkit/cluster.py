@@ -37,6 +37,8 @@ class Cluster:
     """Between two sites, one direction, shared by all devices of a site."""
     site_latency_seconds: float = 0.03
     """Start-up cost of one collective across sites."""
+    sharers: float = 1.0
+    """Processes that share a core, where the device is a CPU: one that waits leaves it to the others."""
 
     @property
     def devices(self) -> int:

@@ -71,6 +71,7 @@ def from_section(section: ClusterSection, name: str, source: str = "cluster") ->
         sites=section.sites,
         site_bytes_per_second=(section.site_gbps or 0.0) * GBIT,
         site_latency_seconds=section.site_latency_ms * 1e-3,
+        sharers=max(1.0, section.devices_per_node / _cores()) if device.backend == "cpu" else 1.0,
     )
 
 
@@ -199,7 +200,7 @@ CPU_LATENCY_SECONDS = 300e-6
 
 def cpu_device(processes: int) -> Device:
     """One process's share of this host. Rates from the CPU's clock and vector width; `toolkit probe` measures them."""
-    share = max(os.cpu_count() or 1, 1) / processes
+    share = _cores() / processes
     flops = _cpu_flops() * share
     return Device(
         name="cpu",
@@ -212,6 +213,10 @@ def cpu_device(processes: int) -> Device:
         host_bytes_per_second=5e9,
         inter_gbps=10.0,
     )
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
 
 
 def _cpu_flops() -> float:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toolkit.errors import Problem
 from toolkit.plan import Job, Plan
 from toolkit.recipe_batch import Reduce
 
@@ -37,6 +38,8 @@ class Rule:
     """First DeepSpeed version with the limit."""
     until: str = ""
     """First DeepSpeed version without it; empty: none yet."""
+    key: str = ""
+    """The recipe's key at fault, where no plan can change it: then it is bad input, before anything is planned."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -179,6 +182,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: bool(job.workload.reduce.overlap) and job.cluster.device.backend == "cpu",
         reason="train.reduce.overlap needs device streams, which a CPU has not; leave it out",
+        key="train.reduce.overlap",
     ),
     Rule(
         forbids=lambda plan, job: bool(job.workload.reduce.overlap) and not _can_overlap(plan),
@@ -188,6 +192,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm in NCCL and job.cluster.device.backend != "cuda",
         reason="train.reduce.algorithm ring and tree are NCCL's; other devices have no choice: use auto",
+        key="train.reduce.algorithm",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and not _only_replicas(plan),
@@ -197,6 +202,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and job.cluster.nodes == 1,
         reason="train.reduce.algorithm hierarchical needs several hosts; inside one there is nothing to gain: use auto",
+        key="train.reduce.algorithm",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
@@ -208,14 +214,16 @@ RULES: tuple[Rule, ...] = (
         reason="onebit_adam averages compressed momentum between whole replicas; use data_parallel (ZeRO 0)",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and plan.precision == "fp16",
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and job.workload.precision == "fp16",
         reason="onebit_adam keeps compression errors that a moving loss scale would spoil; use precision bf16 or fp32",
+        key="model.precision",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
         reason="0/1 Adam and 1-bit LAMB were DeepSpeed's, and removed in 0.19.7; use onebit_adam, "
         "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
         since="0.19.7",
+        key="train.optimizer",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and job.cluster.device.backend != "cuda",
@@ -249,6 +257,13 @@ def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
         if _applies(rule, version) and rule.forbids(plan, job):
             return rule.reason
     return None
+
+
+def job_faults(job: Job, version: Version | None = None) -> list[Problem]:
+    """What no plan could run."""
+    version, any_plan = version or deepspeed_version(), Plan(strategy="any", precision=job.workload.precision)
+    found = [rule for rule in RULES if rule.key and _applies(rule, version)]
+    return [Problem(rule.key, rule.reason) for rule in found if rule.forbids(any_plan, job)]
 
 
 def pipeline_zero_stages() -> tuple[int, ...]:

@@ -14,6 +14,7 @@ TABLE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "
 TEXT_FORMATS = (".txt", ".md", ".py", ".text")
 IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 BUILT_IN = ("synthetic", "python-stdlib")
+_NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
 
 
@@ -64,8 +65,8 @@ def _local(path: str) -> list[Path] | None:
 
 def _stdlib() -> list[Path]:
     """The Python standard library's sources on this machine: real text that needs no download."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-    return sorted(
-        p for p in root.rglob("*.py") if not skipped & set(p.relative_to(root).parts[:-1]) and p.stat().st_size
-    )
+    found = []
+    for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inner[:] = [name for name in inner if name not in _NO_LIBRARY]  # not even looked into: they hold most files
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(path for path in found if path.stat().st_size)

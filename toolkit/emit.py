@@ -87,7 +87,7 @@ def _torchrun(emission: Emission) -> dict[str, str]:
     cluster, name = emission.cluster, emission.recipe.name
     rendezvous, run_dir = "--standalone", f"${{RUN_DIR:-runs/{name}-$(date +%Y%m%d-%H%M%S)}}"
     if cluster.nodes > 1:
-        endpoint = f'--rdzv-endpoint "${{MASTER_ADDR:?the first node}}:{PORT}"'
+        endpoint = f'--rdzv-endpoint "${{MASTER_ADDR:?the first node}}:${{MASTER_PORT:-{PORT}}}"'
         rendezvous = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-id {name} {endpoint}"
         run_dir = "${RUN_DIR:?where the run goes, the same on each node}"
     restarts = f"--max-restarts {RESTARTS} " if emission.recipe.checkpoint.every else ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.cluster_reader import read_cluster
+from toolkit.compat import job_faults
 from toolkit.errors import BadInput, Problem
 from toolkit.model_spec import ModelSpec, load_model_config
 from toolkit.plan import Job, Workload
@@ -35,7 +36,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_faults(job), *_unheeded(config)]
+    problems = [*_faults(job), *_unheeded(config), *job_faults(job)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job

@@ -46,7 +46,7 @@ def _batch(train: Train) -> Iterator[str]:
 def _wire(plan: Plan, train: Train) -> Iterator[str]:
     sent = train.reduce.dtype
     if sent is not None and sent != plan.precision and sent != "fp32" and plan.devices > 1:
-        yield f"gradients are reduced in {sent}, narrower than {plan.precision}: losses differ by rounding"
+        yield f"gradients are reduced in {sent}, not {plan.precision}: losses differ from one process by rounding"
     for name, value in nccl_settings(train.reduce.algorithm, {}).items():
         yield f"every worker sets {name}={value}"
     if train.optimizer == "onebit_adam":

@@ -38,7 +38,9 @@ class BatchRamp:
     """Steps at each size before the batch doubles."""
 
 
-def one_bit_faults(optimizer: str, freeze_steps: int | None, grad_clip: float) -> Iterator[Problem]:
+def one_bit_faults(
+    optimizer: str, freeze_steps: int | None, grad_clip: float, strategy: str, zero_stage: int | None
+) -> Iterator[Problem]:
     """What compression can't do without, and can't do."""
     if optimizer != "onebit_adam":
         if freeze_steps is not None:
@@ -49,6 +51,10 @@ def one_bit_faults(optimizer: str, freeze_steps: int | None, grad_clip: float) -
     if grad_clip:
         what = f"{grad_clip:g} given; under onebit_adam no rank has the whole gradient to clip: use 0"
         yield Problem("train.grad_clip", what)
+    if strategy not in ("auto", "data_parallel") or zero_stage:
+        key, given = ("strategy.zero_stage", zero_stage) if zero_stage else ("strategy.name", strategy)
+        what = f"{given} given; onebit_adam averages compressed momentum between whole replicas: use data_parallel"
+        yield Problem(key, what)
 
 
 def ramp_faults(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:

@@ -89,6 +89,8 @@ def _apply(given: dict[str, Any], override: str, problems: list[Problem]) -> Non
 def _cross_faults(recipe: Recipe) -> list[Problem]:
     """What single fields can't show."""
     faults = [*_model_faults(recipe), *_train_faults(recipe.train), *_strategy_faults(recipe.strategy)]
+    train, strategy = recipe.train, recipe.strategy
+    faults += one_bit_faults(train.optimizer, train.freeze_steps, train.grad_clip, strategy.name, strategy.zero_stage)
     faults += data_faults(recipe.data, recipe.train, recipe.model)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
@@ -116,7 +118,6 @@ def _model_faults(recipe: Recipe) -> Iterator[Problem]:
 def _train_faults(train: Train) -> Iterator[Problem]:
     yield from reduce_faults(train.reduce)
     yield from ramp_faults(train.batch_ramp, train.global_batch)
-    yield from one_bit_faults(train.optimizer, train.freeze_steps, train.grad_clip)
     if train.steps is not None and train.epochs is not None:
         yield Problem("train", "steps and epochs exclude each other; give one of them")
     if train.steps is None and train.epochs is None:

@@ -83,12 +83,27 @@ def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
         recompute=each * layer.repeat,
         tp_comm=each * layer.tp,
         sp_comm=each * layer.sp,
-        pp_bubble=(e.pp * stages.mean - stages.slowest) / e.chunks * e.bubble_share if e.pp > 1 else 0.0,
+        pp_bubble=_bubble_seconds(e, stages),
         pp_comm=traffic.pipeline_seconds(e, cal),
         dp_comm=each * layer.zero + traffic.step_seconds(e, window, cal),
         optimizer=optimizer_seconds(e, cal),
         fixed=cal.fixed_seconds,
     )
+
+
+def _bubble_seconds(e: Execution, stages: Stages) -> float:
+    """What a pipeline's stages wait. Processes that share cores do not: one that waits makes the others faster.
+
+    Then a step takes the work of all cores, or its longest path with a core for each stage that is at work.
+    """
+    if e.pp == 1:
+        return 0.0
+    bubble = (e.pp * stages.mean - stages.slowest) / e.chunks * e.bubble_share
+    if e.cluster.sharers == 1:
+        return bubble
+    busy = e.grad_accum * stages.slowest
+    alone = min(e.cluster.sharers, e.pp)  # how much faster a stage is while the others of its replica wait
+    return max(e.grad_accum * stages.mean, (busy + bubble) / alone, busy) - busy
 
 
 def layer_seconds(e: Execution, cal: Calibration) -> LayerSeconds:

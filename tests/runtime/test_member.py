@@ -6,6 +6,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,8 +22,10 @@ from rich.console import Console
 from toolkit import checkpoint_store as store
 from toolkit import heartbeat
 from toolkit.archipelago import gather
+from toolkit.cli import main
 from toolkit.commands import islands
 from toolkit.launch import Command
+from toolkit.membership import parse_address
 from toolkit.recipe_file import make_recipe
 from toolkit.resolve import resolve
 from toolkit.run_dir import RunDir
@@ -178,6 +182,39 @@ def test_who_lags_does_less(together: Together) -> None:
     done.assert_agreed()
     steps = [sum(record["island"] == island for record in done.records) for island in (0, 1)]
     assert steps[0] >= 2 * steps[1] > 0
+
+
+def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """`toolkit mailbox`, and one island from each of two directories, as on two hosts."""
+    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as mailbox:
+        assert mailbox.stdout is not None
+        place = parse_address(mailbox.stdout.readline().split("--mailbox ")[1].strip())
+        axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
+        resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
+        runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
+        sites = [islands.prepare(resolved, run, place, number)[0] for number, run in enumerate(runs)]
+        assert islands.watch(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+        mailbox.terminate()
+        assert mailbox.wait() == 0
+    done = [line for n, run in enumerate(runs) for line in run.island(n).metrics.read_text().splitlines()]
+    assert sorted(json.loads(line)["step"] for line in done) == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--island", "0"], "--island and --mailbox go together"),
+        (["--island", "0", "--mailbox", "here"], "HOST:PORT is required"),
+    ],
+)
+def test_bad_arguments(
+    recipe_mapping: dict[str, Any], tmp_path: Path, argv: list[str], reason: str, capsys: Any
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe_mapping))
+    assert main(["train", str(path), *argv]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_refusals(recipe_mapping: dict[str, Any]) -> None:

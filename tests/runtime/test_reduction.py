@@ -105,7 +105,7 @@ def test_small_buckets_change_nothing(alone: Trajectory, stage: int) -> None:
     assert len(seen) > 2 * STEPS
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_narrow_type_travels_and_rounds_a_little(alone: Trajectory, stage: int) -> None:
     plan = replace(TWO, zero_stage=stage, zero_group=2 if stage else 1)
     found, seen = run(plan, Reduce(dtype="bf16"))

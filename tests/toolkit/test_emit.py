@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import Trainer
+from tests import launching_page
 from tests.toolkit import kubernetes_schema
 from toolkit import heartbeat, launch
 from toolkit.cli import main
@@ -29,12 +27,6 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_mapping))
     return path
-
-
-def script_environment() -> dict[str, str]:
-    """Where `deepspeed`, `torchrun` and this toolkit are found."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return launch.environment() | {"PATH": path, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 @pytest.mark.parametrize(
@@ -66,15 +58,18 @@ def test_files_of_the_contract(recipe: Path, tmp_path: Path, target: str) -> Non
     )
 
 
-def test_the_emitted_script_trains(recipe: Path, tmp_path: Path) -> None:
-    """Those for torchrun and accelerate are run by the commands of docs/launching.md."""
-    out = tmp_path / "deepspeed"
-    assert main(["emit", str(recipe), "train.steps=1", "--nproc", "2", "--for", "deepspeed", "--out", str(out)]) == 0
-    env = script_environment()
-    done = subprocess.run([str(out / "launch.sh")], capture_output=True, text=True, env=env, cwd="/", timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (summary,) = out.glob("runs/tiny-*/summary.json")
-    assert json.loads(summary.read_text())["status"] == "done"
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("deepspeed", "deepspeed --num_gpus 2 --module toolkit.worker recipe.yaml"),
+        ("torchrun", "torchrun --standalone --nproc-per-node 2 -m toolkit.worker recipe.yaml"),
+    ],
+)
+def test_scripts_are_commands_of_the_page(recipe: Path, tmp_path: Path, target: str, command: str) -> None:
+    """Those commands are run by the page's test; the script adds where to, and how often again."""
+    assert main(["emit", str(recipe), "--nproc", "2", "--for", target, "--out", str(tmp_path / "out")]) == 0
+    assert command in launching_page.commands("Your own launcher")
+    assert f"\nexec {command} " in (tmp_path / "out" / "launch.sh").read_text()
 
 
 CLUSTERS = {
@@ -144,21 +139,25 @@ def test_images_are_checked(
     assert not (tmp_path / "out").exists()
 
 
-def test_torchrun_starts_failed_workers_again(recipe: Path, tmp_path: Path, train: Trainer) -> None:
-    overrides = ["train.steps=40", "checkpoint.every=10", "strategy.name=zero", "strategy.zero_stage=1"]
-    out = tmp_path / "out"
-    assert main(["emit", str(recipe), *overrides, "--nproc", "2", "--for", "torchrun", "--out", str(out)]) == 0
-    env = script_environment() | {"RUN_DIR": "run"}
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen([str(out / "launch.sh")], env=env, cwd="/", stdout=file, stderr=file)
-    victim = at_step(out / "run", 12)
-    os.kill(victim, signal.SIGKILL)
-    assert process.wait(300) == 0, log.read_text()
-    records = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 41))
-    assert [record["loss"] for record in records] == train(*overrides).losses
-    assert heartbeat.read_all(out / "run" / "heartbeats")[1].pid != victim
+def test_torchrun_on_two_nodes_starts_failed_workers_again(tmp_path: Path, launch_reference: list[float]) -> None:
+    """Two agents on this machine, by the page's commands; when a worker of one is killed, both start theirs again."""
+    emit, start = launching_page.commands("torchrun on many nodes")
+    workspace = launching_page.workspace(tmp_path)
+    launching_page.run(f"{emit} train.steps=40", workspace, launching_page.environment())
+    env = launching_page.environment() | {"MASTER_PORT": str(launch.free_port())}
+    argv = ["bash", "-c", start.replace("node-1", "127.0.0.1")]
+    with (tmp_path / "log").open("w") as log:
+        agents = [subprocess.Popen(argv, env=env, cwd=workspace, stdout=log, stderr=log) for _ in range(2)]
+    try:
+        run = workspace / "torchrun-job" / "runs" / "first"
+        victim = at_step(run, 12)
+        os.kill(victim, signal.SIGKILL)
+        assert [agent.wait(300) for agent in agents] == [0, 0], (tmp_path / "log").read_text()
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert launching_page.losses(run / "metrics.jsonl") == launch_reference[:40]
+    assert heartbeat.read_all(run / "heartbeats")[1].pid != victim
 
 
 def at_step(run: Path, step: int) -> int:

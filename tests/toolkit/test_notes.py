@@ -29,7 +29,7 @@ def test_a_scaled_rate_is_told_and_warmed_up() -> None:
 @pytest.mark.parametrize(
     ("plan", "section", "words"),
     [
-        (PLAN, {"dtype": "bf16"}, "reduced in bf16, narrower than fp32"),
+        (PLAN, {"dtype": "bf16"}, "reduced in bf16, not fp32"),
         (PLAN, {"algorithm": "tree"}, "NCCL_ALGO=Tree"),
         (Plan(strategy="zero", zero_stage=3, zero_quantized="gradients"), {}, "not the same"),
     ],

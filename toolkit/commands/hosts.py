@@ -20,6 +20,7 @@ from toolkit.cluster_reader import check_here, of_nodes
 from toolkit.commands import on_ray
 from toolkit.errors import BadInput
 from toolkit.hostfile import Host, even_slots, read_hostfile
+from toolkit.plan import Plan
 from toolkit.recipe import Recipe
 from toolkit.resolve import Resolved
 from toolkit.run_dir import RunDir
@@ -85,15 +86,20 @@ def planned_commands(
     }
 
 
+def check_launcher(launcher: str, plan: Plan) -> None:
+    """`BadInput` if the launcher can't start such a plan."""
+    if launcher == "accelerate" and plan.pp > 1:
+        what = "accelerate has no pipeline; use another --launcher, or fix strategy.pp=1"
+        raise BadInput("--launcher", what)
+
+
 def launch_run(
     resolved: Resolved, path: Path, launcher: str, hosts: Sequence[Host], console: Console, *, go_on: bool
 ) -> int:
     """Check where the run goes to, write its directory, start the workers, watch them."""
     cluster, timeout = resolved.job.cluster, resolved.recipe.train.hang_timeout_seconds
     backend = cluster.device.backend
-    if launcher == "accelerate" and resolved.chosen.plan.pp > 1:
-        what = "accelerate has no pipeline; use --launcher local, deepspeed or torchrun, or fix strategy.pp=1"
-        raise BadInput("--launcher", what)
+    check_launcher(launcher, resolved.chosen.plan)
     if hosts and launcher == "deepspeed":
         _check_pdsh(path)
     with _fleet(launcher, cluster, hosts) as fleet:

@@ -133,6 +133,8 @@ def _fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
     left = min(cluster.nodes, on_ray.num_nodes(cluster, error.hosts))
     if left == cluster.nodes:
         return resolved
+    if not left:
+        raise error
     try:
         section = (
             of_nodes(given, left, cluster.devices_per_node) if isinstance(given, str) else replace(given, nodes=left)

@@ -12,7 +12,7 @@ from rich.console import Console
 from toolkit import launch
 from toolkit.commands import on_ray
 from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
-from toolkit.commands.hosts import add_host_arguments, on_hosts, planned_commands, read_hosts
+from toolkit.commands.hosts import add_host_arguments, check_launcher, on_hosts, planned_commands, read_hosts
 from toolkit.commands.islands import add_island_arguments, read_part
 from toolkit.commands.session import add_restart_argument, start
 from toolkit.preflight import check, prove
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.launcher == on_ray.LAUNCHER:
         recipe = on_ray.on_ray(recipe, args.nproc, hosts)
     resolved = resolve(recipe, args.nproc)
+    if resolved.decision.chosen is not None:
+        check_launcher(args.launcher, resolved.chosen.plan)
     if not args.dry_run:
         resolved = proven(
             resolved, lambda: resolve(recipe, args.nproc), lambda axes: prove(recipe.model, axes, env), console.print

@@ -1,5 +1,7 @@
 """Imported once by the fork server: what every worker would spend seconds on importing."""
 
+import gc
+
 import deepspeed
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - ZeRO imports it when an optimizer is made
@@ -11,3 +13,5 @@ import toolkit.runtime.coverage
 import toolkit.runtime.pulse
 import toolkit.runtime.run
 import toolkit.worker  # noqa: F401
+
+gc.freeze()  # the collector of no worker walks over what was imported, nor does fork copy it for that

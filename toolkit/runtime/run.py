@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +60,7 @@ class Watched:
 
 def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> None:
     """Train as this rank; rank 0 records."""
+    gc.freeze()  # half a million objects of imported modules: neither collected nor searched for tensors
     console = watched.console
     recipe, plan = order.recipe, order.plan
     own = load_own(recipe.metrics, world)

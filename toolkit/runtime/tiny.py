@@ -21,6 +21,10 @@ def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) ->
     kinds = base.to_dict().get("layer_types")
     if kinds:
         values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _round(kinds), strict=False)]
+    if _has(base, "index_topk"):  # sparse latent attention has no groups of heads
+        values["num_key_value_heads"] = heads
+    if _has(base, "attention_types"):  # GPT-Neo: kinds of layers, and how often they repeat
+        values["attention_types"] = [[base.attention_types[0][0], LAYERS // len(base.attention_types[0][0])]]
     return {**flags, **values, **_noise(base, dropout), "model_type": base.model_type}
 
 

@@ -1,0 +1,281 @@
+"""Islands over a slow link: speed and loss against synchronous training, in few bits, of unequal speed, and killed.
+
+python -m benchmarks.islands link|slow|kills [--steps N] [--json FILE]    # as root: it makes network namespaces
+python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tests.runtime.slow_link import Link, address, move_into
+from tests.toolkit import browser
+from toolkit import heartbeat, launch
+from toolkit.archipelago import gather
+from toolkit.commands import islands
+from toolkit.recipe_file import load_recipe
+from toolkit.resolve import resolve
+from toolkit.resources import find_recipe
+from toolkit.run_dir import RunDir
+from toolkit.runtime.engine import ReplicaEngine
+from toolkit.runtime.mailbox import serve
+from toolkit.runtime.pool import WarmProcess, enter_worker, run_warm
+
+MBIT = 50
+ROUND = 50
+LARGE = (
+    "model.config.hidden_size=384", "model.config.intermediate_size=1024", "model.config.num_hidden_layers=6",
+    "data.seq_len=64", "train.global_batch=8", "train.lr=1e-3", "metrics.console=false",
+    "metrics.wandb={mode: disabled}", "checkpoint.every=0",
+)  # fmt: skip
+"""The demo with 10 million parameters."""
+SMALL = (
+    "data.seq_len=128", "train.global_batch=8", "train.lr=2e-3", "metrics.console=false",
+    "metrics.wandb={mode: disabled}",
+)  # fmt: skip
+SYNC = ("strategy={name: data_parallel}",)
+ISLANDS = (f"strategy={{name: local_sgd, islands: 2, local_steps: {ROUND}, zero_stage: 0}}",)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has measured."""
+
+    name: str
+    losses: list[float]
+    tokens_per_second: float
+    link_bytes: int = 0
+    """Sent by the first site."""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def final(self) -> float:
+        """Loss at the end: the mean of the last tenth."""
+        return statistics.mean(self.losses[-max(1, len(self.losses) // 10) :])
+
+
+@dataclass(frozen=True)
+class Sited:
+    """A worker in its site's network: the first half of the ranks in one, the rest in the other."""
+
+    spaces: tuple[str, str]
+    ranks: int
+
+    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
+        move_into(Path("/run/netns") / self.spaces[int(env["RANK"]) * 2 // self.ranks])
+        enter_worker(argv, {**env, "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "eth0"})
+
+
+def over_link(name: str, overrides: Sequence[str], *, mbit: int | None, ranks: int = 4) -> Run:
+    """A run of two sites with a link between them, limited or not."""
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder, Link() as link:
+        for side in (0, 1) if mbit else ():
+            how = ("tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
+            inside = ("ip", "netns", "exec", link.space(side), "tc", "qdisc", "add", "dev", "eth0", "root")
+            subprocess.run([*inside, *how], check=True)
+        resolved = resolve(load_recipe(find_recipe("demo"), [*LARGE, *overrides]), ranks)
+        run = resolved.write(Path(folder) / "run")
+        enter = Sited((link.space(0), link.space(1)), ranks)
+        codes = run_warm(launch.commands("local", run.path, ranks, "cpu"), enter)
+        assert not any(codes), "\n".join(path.read_text()[-2000:] for path in run.path.glob("logs/*"))
+        sent = subprocess.run(
+            ["ip", "netns", "exec", link.space(0), "cat", "/sys/class/net/eth0/statistics/tx_bytes"],
+            check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return measured(name, run, int(sent.stdout))
+
+
+def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
+    """Speed over all but the first steps."""
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    steady = records[3:]
+    speed = sum(record["tokens"] for record in steady) / sum(record["wall_seconds"] for record in steady)
+    found = Run(name, [record["loss"] for record in records], speed, link_bytes)
+    print(f"{name}: {speed:,.0f} tokens/s, final loss {found.final:.4f}, {link_bytes / 1e6:,.1f} MB sent", flush=True)
+    return found
+
+
+def link(steps: int) -> list[Run]:
+    """Every-step synchronisation and islands, over a slow link and over a fast one."""
+    count = f"train.steps={steps}"
+    overlap = "train.outer={mode: overlap}"
+    slow_sync = over_link("every step, 50 Mbit/s", [count.replace(str(steps), "8"), *SYNC], mbit=MBIT)
+    sync = over_link("every step, no limit", [count, *SYNC], mbit=None)
+    free = over_link("islands, no limit", [count, *ISLANDS, overlap], mbit=None)
+    apart = over_link("islands, 50 Mbit/s", [count, *ISLANDS, overlap], mbit=MBIT)
+    few = over_link("islands, 50 Mbit/s, 8 bits", [count, *ISLANDS, "train.outer={mode: overlap, bits: 8}"], mbit=MBIT)
+    print(f"islands against every step on the slow link: {apart.tokens_per_second / slow_sync.tokens_per_second:.1f} x")
+    print(f"islands on the slow link against no limit: {apart.tokens_per_second / free.tokens_per_second:.3f} x")
+    print(f"loss after the same tokens: {apart.final / sync.final - 1:+.2%} against synchronous training")
+    print(f"8 bits: {apart.link_bytes / few.link_bytes:.2f} x fewer bytes, loss {few.final / apart.final - 1:+.2%}")
+    return [slow_sync, sync, free, apart, few]
+
+
+@dataclass(frozen=True)
+class Lagging:
+    """Steps of the second island take so many times as long."""
+
+    times: float
+
+    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
+        if env.get("TOOLKIT_ISLAND", "0/").startswith("1/"):
+            step = ReplicaEngine.step
+
+            def slow(*args: Any) -> Any:
+                started = time.perf_counter()
+                result = step(*args)
+                time.sleep((self.times - 1) * (time.perf_counter() - started))
+                return result
+
+            ReplicaEngine.step = slow  # type: ignore[method-assign]
+        enter_worker(argv, env)
+
+
+def asynchronous(
+    name: str,
+    overrides: Sequence[str],
+    times: float = 1.0,
+    disturb: Callable[[RunDir], None] | None = None,
+    restarts: int = 0,
+) -> tuple[Run, int, str]:
+    """Two islands of one process that do not wait for one another; the run, its exit code, what was said."""
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        resolved = resolve(load_recipe(find_recipe("demo"), [*SMALL, *overrides]), 2)
+        run = resolved.write(Path(folder) / "run")
+        mailbox, said = serve("127.0.0.1", 0), io.StringIO()
+        parts = islands.prepare(resolved, run, ("127.0.0.1", int(mailbox.port)))
+        if disturb:
+            threading.Thread(target=disturb, args=(run,), daemon=True).start()
+        enter = Lagging(times)
+        code = islands.watch(
+            parts, Console(file=said, width=200), restarts, lambda command: WarmProcess.start(command, enter)
+        )
+        gather(run, 2, "done")
+        found = measured(name, run)
+        fast = measured(f"{name}: island 0", run.island(0))
+        steps = sum(json.loads(line)["island"] == 0 for line in run.metrics.read_text().splitlines())
+        complete = len(found.losses) == 2 * resolved.recipe.train.steps  # type: ignore[operator]
+        extra = {"fast": fast.tokens_per_second, "fast_steps": steps, "complete": complete}
+        return Run(name, found.losses, found.tokens_per_second, 0, extra), code, said.getvalue()
+
+
+def slow(steps: int) -> list[Run]:
+    """An island that takes three times as long: what the other one loses, and what the model learns."""
+    count = f"train.steps={steps}"
+    axes = (
+        "strategy={name: local_sgd, islands: 2, local_steps: 10}",
+        "train.outer={mode: async}",
+        "checkpoint.every=0",
+    )
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        resolved = resolve(load_recipe(find_recipe("demo"), [*SMALL, count, *SYNC, "checkpoint.every=0"]), 2)
+        run = resolved.write(Path(folder) / "run")
+        assert not any(run_warm(launch.commands("local", run.path, 2, "cpu")))
+        sync = measured("synchronous", run)
+    even, _, _ = asynchronous("asynchronous, equal", [count, *axes])
+    lame, _, _ = asynchronous("asynchronous, one 3 x slower", [count, *axes], times=3.0)
+    print(f"the fast island keeps {lame.extra['fast'] / even.extra['fast']:.2f} of its speed beside an equal one")
+    print(f"it did {lame.extra['fast_steps']} of {2 * steps} steps; all done: {lame.extra['complete']}")
+    print(f"loss after the same tokens: {lame.final / sync.final - 1:+.2%} against synchronous training")
+    print(f"and {lame.final / even.final - 1:+.2%} against equal islands")
+    return [sync, even, lame]
+
+
+def kills(count: int) -> list[Run]:
+    """An island is killed at a random instant, and comes back."""
+    axes = (
+        "strategy={name: local_sgd, islands: 2, local_steps: 5}", "train.outer={mode: async}", "checkpoint.every=5",
+        "train.steps=40",
+    )  # fmt: skip
+    good, pauses = 0, []
+    for number in range(count):
+        victim = random.Random(number).randrange(2)
+        killed_at: list[float] = []
+
+        def kill(run: RunDir, victim: int = victim, number: int = number, at: list[float] = killed_at) -> None:
+            metrics = run.island(victim).metrics
+            wanted = random.Random(100 + number).randrange(6, 25)
+            while not metrics.is_file() or len(metrics.read_text().splitlines()) < wanted:
+                time.sleep(0.02)
+            os.kill(heartbeat.read_all(run.island(victim).heartbeats)[0].pid, signal.SIGKILL)
+            at.append(time.time())
+            other = run.island(1 - victim).metrics
+            before = len(other.read_text().splitlines())
+            while len(other.read_text().splitlines()) == before:
+                time.sleep(0.02)
+            at.append(time.time())
+
+        run, code, said = asynchronous(f"kill {number}", list(axes), disturb=kill, restarts=2)
+        back = f"island {victim} comes back" in said
+        pauses.append(killed_at[1] - killed_at[0] if len(killed_at) == 2 else float("nan"))
+        fine = code == 0 and back and run.extra["complete"]
+        good += fine
+        print(f"kill {number}: island {victim}, the other's next step after {pauses[-1]:.2f} s, "
+              f"{'whole' if fine else f'NOT WHOLE: code {code}, {said}'}", flush=True)  # fmt: skip
+    print(f"{good} of {count} whole; the others' longest pause {max(pauses):.2f} s")
+    return []
+
+
+def plot(files: Sequence[Path], out: Path) -> None:
+    """Loss over samples, a curve a run."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for path in files:
+        for run in json.loads(path.read_text()):
+            if len(run["losses"]) < 20:
+                continue
+            smooth = [statistics.mean(run["losses"][max(0, i - 9) : i + 1]) for i in range(len(run["losses"]))]
+            share = [100 * (i + 1) / len(smooth) for i in range(len(smooth))]
+            label = f"{run['name']} ({run['tokens_per_second']:,.0f} tokens/s)"
+            figure.add_scatter(x=share, y=smooth, mode="lines", name=label)
+    figure.update_layout(
+        xaxis_title="training tokens used, %", yaxis_title="loss (mean of 10 steps)", template="plotly_white",
+        width=900, height=480, legend={"x": 0.35, "y": 0.98}, margin={"l": 60, "r": 20, "t": 20, "b": 50},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "plot.html"
+        figure.write_html(page, include_plotlyjs=True)
+        command = [
+            browser.find(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--window-size=920,500", "--virtual-time-budget=4000", f"--screenshot={out.resolve()}",
+            f"--user-data-dir={folder}/profile", page.as_uri(),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+def main() -> None:
+    """One of the measurements, or the plot of several."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["link", "slow", "kills", "plot"])
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--steps", type=int, default=150, help="or kills (default: %(default)s)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("islands.png"))
+    args = parser.parse_args()
+    if args.what == "plot":
+        plot(args.files, args.out)
+        return
+    runs = {"link": link, "slow": slow, "kills": kills}[args.what](args.steps)
+    if args.json:
+        args.json.write_text(json.dumps([vars(run) for run in runs]))
+
+
+if __name__ == "__main__":
+    main()
