@@ -15,31 +15,38 @@ import pytest
 from nbclient import NotebookClient
 
 from tests import launching_page
-from tests.conftest import Trainer
-from toolkit.recipe_file import dump_recipe, make_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "recipes" / "notebooks" / "finetune.ipynb"
 
 
 class Kernel:
-    """A kernel of its own, cell by cell."""
+    """A kernel of its own with the shipped notebook in it; more cells come behind."""
 
     def __init__(self, directory: Path) -> None:
-        self.notebook = nbformat.v4.new_notebook()
+        self.notebook = nbformat.read(SHIPPED, as_version=4)
+        self._shipped = list(enumerate(self.notebook.cells))
         self.client = NotebookClient(
             self.notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(directory)}}
         )
 
+    def run_shipped(self) -> list[list[dict[str, Any]]]:
+        """What each code cell of the notebook shows."""
+        cells = [(number, cell) for number, cell in self._shipped if cell.cell_type == "code"]
+        assert all(not cell.outputs for _, cell in cells), "shipped without outputs"
+        return [self._execute(cell, number) for number, cell in cells]
+
     def run(self, source: str) -> list[dict[str, Any]]:
         """What a cell shows."""
-        cell = nbformat.v4.new_code_cell(source)
-        self.notebook.cells.append(cell)
-        self.client.execute_cell(cell, len(self.notebook.cells) - 1)
-        return list(cell.outputs)
+        self.notebook.cells.append(nbformat.v4.new_code_cell(source))
+        return self._execute(self.notebook.cells[-1], len(self.notebook.cells) - 1)
 
     def value(self, source: str) -> str:
         return str(self.run(source)[-1]["data"]["text/plain"])
+
+    def _execute(self, cell: Any, number: int) -> list[dict[str, Any]]:
+        self.client.execute_cell(cell, number)
+        return list(cell.outputs)
 
 
 @pytest.fixture
@@ -67,34 +74,40 @@ def workers(word: str) -> list[str]:
     return found
 
 
-def test_a_session_in_a_kernel(kernel: Kernel, recipe_mapping: dict[str, Any], tmp_path: Path, train: Trainer) -> None:
-    recipe = make_recipe(recipe_mapping, ["strategy={name: zero, zero_stage: 2}"])
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
-    shown = kernel.run("\n".join(launching_page.commands("Notebook", "python")))
-    (page,) = pages(shown)
-    assert "step 4/4 · loss " in page
-    assert "<polyline points=" in page
-    metrics = next((tmp_path / "runs").glob("tiny-*/metrics.jsonl"))
-    losses = launching_page.losses(metrics)
-    assert f"loss {losses[-1]:.4f}" in page
-    assert losses == train("strategy={name: zero, zero_stage: 2}").losses, "as without a notebook, bit for bit"
-    assert kernel.value("run.summary['status'], len(run.metrics)") == "('done', 4)"
-
-    (error,) = kernel.run("recipe = 'recipe.yaml'; toolkit.train(recipe, 'train.sterps=3', nproc=2)")
+def test_a_session_in_a_kernel(kernel: Kernel, tmp_path: Path, launch_reference: list[float]) -> None:
+    """An error, an interrupt, the commands of the page, then the notebook that we ship: all in one kernel."""
+    launching_page.workspace(tmp_path)
+    (error,) = kernel.run("import toolkit; toolkit.train('recipe.yaml', 'train.sterps=3', nproc=2)")
     assert (error["output_type"], error["ename"]) == ("error", "BadInput")
     assert "\n".join(error["traceback"]).count("\n") <= 2, "one readable message, not a page of frames"
     assert "did you mean train.steps?" in error["traceback"][-1]
 
-    *_, error = kernel.run("toolkit.train(recipe, 'train.lr=1e30', 'train.optimizer=sgd', nproc=1)")
-    assert error["ename"] == "LossNotFinite"
-    assert "at step" in error["evalue"]
-
     interrupt_at_a_step(kernel, tmp_path / "long")
-    *_, error = kernel.run("toolkit.train(recipe, 'train.steps=100000', nproc=2, run_dir='long')")
+    *_, error = kernel.run("toolkit.train('recipe.yaml', 'train.steps=100000', nproc=2, run_dir='long')")
     assert error["ename"] == "KeyboardInterrupt"
-    assert workers("long") == []
+    assert workers(str(tmp_path / "long")) == []
+    assert workers(" long") == []
 
-    assert kernel.value("toolkit.train(recipe, 'train.steps=1', nproc=1).summary['status']") == "'done'"
+    shown = kernel.run("\n".join(launching_page.commands("Notebook", "python")))
+    (page,) = pages(shown)
+    assert "step 3/3 · loss " in page
+    assert "<polyline points=" in page
+    losses = launching_page.losses(next((tmp_path / "runs").glob("tiny-*/metrics.jsonl")))
+    assert losses == launch_reference[:3], "as without a notebook, bit for bit"
+    assert f"loss {losses[-1]:.4f}" in page
+    assert kernel.value("run.summary['status'], len(run.metrics)") == "('done', 3)"
+
+    assert_shipped(kernel.run_shipped())
+
+
+def assert_shipped(shown: list[list[dict[str, Any]]]) -> None:
+    texts = "\n".join(str(output) for outputs in shown for output in outputs)
+    assert "'output_type': 'error'" not in texts, texts[-3000:]
+    assert "plans can run; the first is chosen" in texts
+    found = [page for outputs in shown for page in pages(outputs)]
+    assert ["step 40/40" in page or "step 60/60" in page for page in found].count(True) == 2
+    assert "Beautiful is better than" in texts
+    assert "Simple is better than" in texts
 
 
 def interrupt_at_a_step(kernel: Kernel, run: Path) -> None:
@@ -108,18 +121,3 @@ def interrupt_at_a_step(kernel: Kernel, run: Path) -> None:
         os.kill(pid, signal.SIGINT)
 
     threading.Thread(target=wait_and_interrupt, daemon=True).start()
-
-
-def test_the_shipped_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(SHIPPED, as_version=4)
-    assert all(not cell.outputs for cell in notebook.cells if cell.cell_type == "code"), "shipped without outputs"
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
-    texts = "\n".join(str(output) for outputs in shown for output in outputs)
-    assert "plans can run; the first is chosen" in texts
-    assert ["step 40/40" in page or "step 60/60" in page for outputs in shown for page in pages(outputs)].count(
-        True
-    ) == 2
-    assert "Beautiful is better than" in texts
-    assert "Simple is better than" in texts

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import launching_page
-from tests.conftest import Trainer
 from tests.slurm import Slurm, why_not
 from toolkit import heartbeat
 from toolkit.recipe_file import dump_recipe, make_recipe
 
 reason = why_not()
 pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
-OVERRIDES = ("strategy={name: zero, zero_stage: 2}", "train.steps=200", "checkpoint.every=100000")
 
 
-def test_a_job_is_preempted_queued_again_and_completes(
-    recipe_mapping: dict[str, Any], tmp_path: Path, train: Trainer
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(make_recipe(recipe_mapping, OVERRIDES)))
+def test_a_job_is_preempted_queued_again_and_completes(tmp_path: Path, launch_reference: list[float]) -> None:
+    overrides = [f"train.steps={launching_page.STEPS}", "checkpoint.every=100000"]
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(make_recipe(launching_page.RECIPE, overrides)))
     out = tmp_path / "slurm-job"
     with Slurm(tmp_path / "slurm") as slurm:
         page = launching_page.environment()
@@ -38,9 +33,7 @@ def test_a_job_is_preempted_queued_again_and_completes(
     assert job["Restarts"] == "1"
     log = (out / f"tiny-{number}.out").read_text()
     assert "Traceback" not in log, log
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, 201))
-    assert [record["loss"] for record in records] == train(*OVERRIDES).losses
+    assert launching_page.losses(run / "metrics.jsonl") == launch_reference
 
 
 def at_step(slurm: Slurm, number: str, run: Path, step: int) -> None:

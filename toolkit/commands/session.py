@@ -66,7 +66,7 @@ def start(
             if not left:
                 raise
             left -= 1
-            console.print(str(error), highlight=False, markup=False)
+            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             if isinstance(error, HostLost) and launcher == on_ray.LAUNCHER:
                 resolved = _fewer_nodes(resolved, error)
             elif isinstance(error, HostLost):
@@ -79,6 +79,7 @@ def start(
             f"starting again from {'the beginning' if newest(path) is None else f'step {newest(path)}'} with "
             f"{resolved.chosen.plan.devices} processes; restarts left: {left}",
             highlight=False,
+            soft_wrap=True,
         )
 
 
@@ -88,7 +89,7 @@ def _leaner_or_stop(resolved: Resolved, run: RunDir, error: OutOfMemory, console
     text = f"{error}\n{out_of_memory.explain(resolved, option, run)}"
     if option is None or resolved.recipe.train.on_oom != "replan":
         raise OutOfMemory(text) from None
-    console.print(text, highlight=False, markup=False)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
     return out_of_memory.under(resolved, option)
 
 
