@@ -5,8 +5,8 @@
 Trains the demo, narrow enough for two thousand steps in minutes, with a small batch, then with 4 times the batch:
 learning rate scaled linearly, by the square root, left alone, and with a batch that grows. Every run sees the same
 number of tokens and warms up over the same share of them. Prints the loss on held-out text and its distance from the
-small batch's; the bar is 3% for `linear`. With few tokens it is missed: early on gradients agree, so that the number of
-steps is what counts (the noise scale is below the batch).
+small batch's; the bar is 3% for `linear`. With few tokens it is missed: early on the number of steps counts for more
+than their size.
 """
 
 from __future__ import annotations
