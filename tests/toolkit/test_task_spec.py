@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, NoPlanFits
+from toolkit.preflight import check
 from toolkit.recipe import Model
+from toolkit.recipe_file import make_recipe
+from toolkit.resolve import resolve
 from toolkit.runtime.model import skeleton
 from toolkit.task_spec import image_tokens, task_spec
 
@@ -40,3 +44,19 @@ def test_an_image_is_its_patches() -> None:
 def test_types_that_can_not_be_planned_are_named() -> None:
     with pytest.raises(BadInput, match="llama can't be planned for images; these can: vit"):
         task_spec({"model_type": "llama"}, Model(config={}, task="image-classification"))
+
+
+@pytest.mark.parametrize("strategy", ["{name: tensor_parallel, tp: 2}", "{name: pipeline, pp: 2}"])
+def test_splits_of_classifiers_are_refused_with_the_reason(strategy: str) -> None:
+    given = {"model": {"config": {"model_type": "bert"}, "num_labels": 4}, "train": {"steps": 1, "global_batch": 4}}
+    data = "data={path: synthetic, format: classification, tokenizer: bytes, seq_len: 64}"
+    with pytest.raises(NoPlanFits, match=r"for causal language models only, and data\.format needs classification"):
+        _ = resolve(make_recipe(given, [data, f"strategy={strategy}"]), 2).chosen
+
+
+def test_4_bits_without_bitsandbytes_or_weights_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    given = {"model": {"config": {"model_type": "llama"}, "lora": {"quantize": "4bit"}}, "train": {"steps": 1}}
+    with pytest.raises(BadInput, match="bitsandbytes, which is not installed; pip install bitsandbytes, or use none"):
+        check(make_recipe(given, ["data.tokenizer=bytes"]), {}, print)
