@@ -33,7 +33,9 @@ def seconds_before_the_first_worker(arguments: list[str], nproc: int) -> float:
         try:
             return first_worker(psutil.Process(process.pid)) - started
         finally:
-            children = psutil.Process(process.pid).children(recursive=True)
+            parent = psutil.Process(process.pid)
+            parent.suspend()  # it would start more workers, which would be in the way of the next run
+            children = parent.children(recursive=True)
             process.kill()
             process.wait()
             for child in children:
