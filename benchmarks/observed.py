@@ -12,8 +12,9 @@ import torch
 from toolkit.batches import Batches
 from toolkit.deepspeed_config import deepspeed_config
 from toolkit.plan import Plan
-from toolkit.recipe import Train, Wandb
+from toolkit.recipe import Train
 from toolkit.recipe_file import load_recipe
+from toolkit.recipe_metrics import Wandb
 from toolkit.runtime import comm_timer
 from toolkit.runtime.build import Site, build_engine
 from toolkit.runtime.clock import Clock, Lap, NoClock, make_clock

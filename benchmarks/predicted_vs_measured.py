@@ -29,8 +29,9 @@ from toolkit.parity import runner  # noqa: E402
 from toolkit.plan import AXES  # noqa: E402
 from toolkit.planner import OBJECTIVES, Decision, Option, Search  # noqa: E402
 from toolkit.probe_file import cluster_yaml  # noqa: E402
-from toolkit.recipe import Metrics, Recipe, Strategy, Wandb  # noqa: E402
+from toolkit.recipe import Recipe, Strategy  # noqa: E402
 from toolkit.recipe_file import load_recipe  # noqa: E402
+from toolkit.recipe_metrics import Metrics, Wandb  # noqa: E402
 from toolkit.resolve import Resolved  # noqa: E402
 from toolkit.validate import spearman  # noqa: E402
 

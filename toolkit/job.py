@@ -10,7 +10,8 @@ from toolkit.compat import job_faults
 from toolkit.errors import BadInput, Problem
 from toolkit.model_spec import ModelSpec, load_model_config
 from toolkit.plan import Job, Workload
-from toolkit.recipe import Model, Outer, Recipe
+from toolkit.recipe import Model, Recipe
+from toolkit.recipe_batch import Outer
 from toolkit.resources import CONFIGS
 from toolkit.task_spec import image_tokens, task_spec
 

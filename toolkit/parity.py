@@ -14,7 +14,8 @@ from toolkit import launch
 from toolkit.callable_module import make_callable
 from toolkit.errors import BadInput, RankFailed
 from toolkit.plan import Plan
-from toolkit.recipe import Metrics, Recipe, Strategy, Wandb
+from toolkit.recipe import Recipe, Strategy
+from toolkit.recipe_metrics import Metrics, Wandb
 from toolkit.resolve import explain, resolve
 from toolkit.run_dir import RunDir
 from toolkit.trajectory import Trajectory, largest_difference

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from toolkit.plan import AXES
-from toolkit.recipe_batch import BatchRamp, Reduce
+from toolkit.recipe_batch import BatchRamp, Outer, Reduce
+from toolkit.recipe_metrics import Metrics
 from toolkit.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -99,24 +100,6 @@ class Data:
     """Processes that tokenise; default: the cores of this machine."""
     cache: str = "~/.cache/zero-toolkit/data"
     """Directory of tokenised data, shared by all ranks and runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outer:
-    """How islands of `local_sgd` come together after `local_steps` steps."""
-
-    optimizer: Literal["average", "nesterov"] = "average"
-    """`average`: every island goes on from the mean (local SGD); `nesterov`: the mean change is a gradient (DiLoCo)."""
-    lr: float = number(0.7, above=0)
-    """Outer learning rate of `nesterov`."""
-    momentum: float = number(0.9, least=0, most=1)
-    """Outer momentum of `nesterov`."""
-    mode: Literal["wait", "overlap", "async"] = "wait"
-    """`overlap`: islands train on while they exchange, and the mean counts a round late; `async`: nobody ever waits."""
-    bits: Literal[32, 8, 4] = 32
-    """Of a number on the link; 8 and 4 keep what rounding takes and send it later (error feedback)."""
-    max_staleness: int = number(8, least=1)
-    """`async`: how many rounds of others an island may miss before they wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,56 +258,6 @@ class Checkpoint:
     """`auto`: go on from the newest checkpoint of the run directory; `none`; or a checkpoint's path."""
     asynchronous: bool = False
     """Copy the state to host memory and write it while training goes on; needs host memory for the copy."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wandb:
-    """One W&B run a job. The key comes from `wandb login` or WANDB_API_KEY, never from here."""
-
-    project: str = "zero-toolkit"
-    """W&B project."""
-    entity: str | None = None
-    """W&B team or user."""
-    mode: Literal["online", "offline", "disabled"] = "offline"
-    """`offline` needs no account; `wandb sync` uploads it later."""
-    group: str | None = None
-    """W&B group."""
-    tags: tuple[str, ...] = ()
-    """W&B tags."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """A torch profiler trace, for Perfetto or chrome://tracing."""
-
-    steps: tuple[int, ...]
-    """First and last step, e.g. [10, 12]; from 3 on."""
-    ranks: tuple[int, ...] = (0,)
-    """Ranks that are profiled."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """What is recorded."""
-
-    every: int = number(10, least=1)
-    """Steps between two lines on the console; files get every step."""
-    console: bool = True
-    """Whether rank 0 shows progress."""
-    detail_every: int = number(10, least=0)
-    """Steps between two looks at all ranks, collectives and device counters; 0: none, and steps are not split."""
-    wandb: Wandb = field(default_factory=Wandb)
-    """Weights & Biases."""
-    tensorboard: bool = False
-    """Whether TensorBoard files are written to the run directory."""
-    sinks: tuple[str, ...] = ()
-    """Your own: `module:Class`, or entry points of `toolkit.sinks`; see docs/metrics.md."""
-    noise_scale: bool = False
-    """Whether the gradient noise scale is measured, under `data_parallel` and `zero`: what batch would be too large."""
-    sample_ids: bool = False
-    """Whether each record names the samples of its step, as all ranks tell them: to check the order of a run."""
-    trace: Trace | None = None
-    """Steps to look at operation by operation."""
 
 
 @dataclass(frozen=True, kw_only=True)

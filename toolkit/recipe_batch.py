@@ -1,4 +1,4 @@
-"""Sections of the recipe on gradients and batches: how replicas add up, and how a batch grows."""
+"""Sections of the recipe on gradients and batches: how replicas add up, how a batch grows, how islands meet."""
 
 from __future__ import annotations
 
@@ -77,3 +77,21 @@ def reduce_faults(section: Reduce) -> Iterator[Problem]:
         yield Problem(
             "train.reduce.predivide", "unused with scaling pre, which divides by everything before; remove it"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """How islands of `local_sgd` come together after `local_steps` steps."""
+
+    optimizer: Literal["average", "nesterov"] = "average"
+    """`average`: every island goes on from the mean (local SGD); `nesterov`: the mean change is a gradient (DiLoCo)."""
+    lr: float = number(0.7, above=0)
+    """Outer learning rate of `nesterov`."""
+    momentum: float = number(0.9, least=0, most=1)
+    """Outer momentum of `nesterov`."""
+    mode: Literal["wait", "overlap", "async"] = "wait"
+    """`overlap`: islands train on while they exchange, and the mean counts a round late; `async`: nobody ever waits."""
+    bits: Literal[32, 8, 4] = 32
+    """Of a number on the link; 8 and 4 keep what rounding takes and send it later (error feedback)."""
+    max_staleness: int = number(8, least=1)
+    """`async`: how many rounds of others an island may miss before they wait for it."""

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.job import raw_config
-from toolkit.recipe import ClusterSection, Data, Metrics, Recipe, Strategy, Train, Wandb
+from toolkit.recipe import ClusterSection, Data, Recipe, Strategy, Train
 from toolkit.recipe_batch import Reduce
+from toolkit.recipe_metrics import Metrics, Wandb
 from toolkit.tiny_sizes import tiny_sizes
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8

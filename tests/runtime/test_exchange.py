@@ -9,7 +9,7 @@ import torch
 
 from toolkit import regions
 from toolkit.plan import Plan
-from toolkit.recipe import Outer
+from toolkit.recipe_batch import Outer
 from toolkit.runtime.exchange import Exchange
 from toolkit.runtime.fragments import WEIGHT, Fragment
 from toolkit.runtime.groups import call_on_ranks

@@ -9,7 +9,8 @@ import torch
 
 from toolkit.membership import Membership
 from toolkit.plan import Plan
-from toolkit.recipe import Model, Outer, Train
+from toolkit.recipe import Model, Train
+from toolkit.recipe_batch import Outer
 from toolkit.runtime.distributed import World
 from toolkit.runtime.engine import Engine, ReplicaEngine
 from toolkit.runtime.local_sgd import IslandEngine

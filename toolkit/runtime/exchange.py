@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 import torch.distributed
 
-from toolkit.recipe import Outer
+from toolkit.recipe_batch import Outer
 from toolkit.runtime.fragments import Stateful
 from toolkit.runtime.masters import Masters
 from toolkit.runtime.mesh import Mesh

@@ -13,7 +13,7 @@ from dataclasses import replace
 import deepspeed.comm as dist
 import torch
 
-from toolkit.recipe import Outer
+from toolkit.recipe_batch import Outer
 from toolkit.runtime.clock import Clock, NoClock, part
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.distributed import device

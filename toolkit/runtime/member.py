@@ -19,7 +19,7 @@ import torch.distributed
 
 from toolkit.errors import LossNotFinite, RankFailed
 from toolkit.membership import Membership
-from toolkit.recipe import Outer
+from toolkit.recipe_batch import Outer
 from toolkit.runtime.clock import Clock, NoClock, part
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.distributed import broadcast_object

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit.errors import BadInput
 from toolkit.launch import environment
-from toolkit.recipe import Metrics
+from toolkit.recipe_metrics import Metrics
 from toolkit.redact import secrets_in
 from toolkit.run_dir import Order, RunDir
 from toolkit.runtime.checkpoint import versions

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.profiler import ProfilerActivity, profile
 
 from toolkit.parts import COMMUNICATION
-from toolkit.recipe import Trace
+from toolkit.recipe_metrics import Trace
 
 TOP = 10
 RANK_IDS = 10_000_000

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.recipe import Wandb
+from toolkit.recipe_metrics import Wandb
 from toolkit.redact import redact
 from toolkit.runtime import wandb_file
 from toolkit.runtime.metrics import Record
