@@ -12,8 +12,9 @@ TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slu
 demo: $(INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
+# Two files at a time: tests wait for processes to start, to time out and to end more than they compute.
 test: $(INSTALLED) test-packages
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 25
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -45,5 +46,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -q && apt-get install -qy python3-venv && $(PYTHON) -m venv $(VENV); \
 	} || { echo "python3-venv is missing: install it (apt-get install python3-venv), then try again" >&2; exit 1; }
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,lora,ray,report,tensorboard,vision]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gpu,lora,ray,report,tensorboard,vision]'
 	touch $@
