@@ -30,6 +30,8 @@ pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
 TOOLKIT = [sys.executable, "-m", "toolkit.cli"]
 SECRET = "planted-7a1f9c"  # noqa: S105
 LONGEST_SECONDS = 4 * SILENCE_SECONDS
+RESTART_SECONDS = 10
+"""To ask the hosts that are left, and to plan for them."""
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +172,18 @@ def test_hosts_that_are_lost_are_named_and_left_out(
     started = Started(hosts, recipe, tmp_path / "run")
     started.at_step(3)
     hosts.unplug(1)
-    since = time.monotonic()
+    since, cut = time.monotonic(), time.time()
     try:
         started.at_step(6, ranks=1)
+        planned = (tmp_path / "run" / "plan.json").stat().st_mtime - cut  # it was named, then the rest asked and planned
+        assert 0 < planned < SILENCE_SECONDS + 10 + RESTART_SECONDS
         while hosts.processes(1) and time.monotonic() - since < LONGEST_SECONDS:
             time.sleep(0.2)
         assert_clean(hosts, 1)  # it heard nothing any more, and ended its workers by itself
         hosts.power_off(0)
+        since = time.monotonic()
         text = started.end()
+        assert time.monotonic() - since < SILENCE_SECONDS + 10
     finally:
         hosts.plug(1)
         hosts.power_on(0)
