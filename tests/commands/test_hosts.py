@@ -175,7 +175,7 @@ def test_hosts_that_are_lost_are_named_and_left_out(
     since, cut = time.monotonic(), time.time()
     try:
         started.at_step(6, ranks=1)
-        planned = (tmp_path / "run" / "plan.json").stat().st_mtime - cut  # it was named, then the rest asked and planned
+        planned = (tmp_path / "run" / "plan.json").stat().st_mtime - cut  # named, then planned anew
         assert 0 < planned < SILENCE_SECONDS + 10 + RESTART_SECONDS
         while hosts.processes(1) and time.monotonic() - since < LONGEST_SECONDS:
             time.sleep(0.2)
