@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.plan import Plan, Refusal
+from toolkit.recipe import Model
 from toolkit.tiny_sizes import tiny_sizes
 
 CACHE = Path.home() / ".cache" / "zero-toolkit" / "proofs.json"
@@ -54,16 +55,16 @@ class Proofs:
         self._path = path or CACHE
         self._known: dict[str, dict[str, Any]] | None = None
 
-    def get(self, config: Mapping[str, Any], attention: str, axes: Axes) -> Verdict | None:
-        """What is known of a model under these axes."""
+    def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
+        """What is known of a recipe's model, with its raw config, under these axes."""
         if self._known is None:
             self._known = self._read()
-        found = self._known.get(_key(config, attention, axes))
+        found = self._known.get(_key(config, section, axes))
         return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
 
-    def put(self, config: Mapping[str, Any], attention: str, axes: Axes, verdict: Verdict) -> None:
+    def put(self, config: Mapping[str, Any], section: Model, axes: Axes, verdict: Verdict) -> None:
         """Remember a verdict."""
-        self._known = self._read() | {_key(config, attention, axes): asdict(verdict)}
+        self._known = self._read() | {_key(config, section, axes): asdict(verdict)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(".part")
@@ -95,11 +96,12 @@ def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdic
         yield proposal
 
 
-def _key(config: Mapping[str, Any], attention: str, axes: Axes) -> str:
-    """Depends on the type, its switches, the libraries and the twin; sizes do not change how a model splits."""
+def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
+    """Depends on type, task, switches, libraries and the twin; sizes do not change how a model splits."""
     flags = {key: value for key, value in config.items() if isinstance(value, bool | str)}
     libraries = [_version(name) for name in _LIBRARIES]
-    what = json.dumps([flags, attention, asdict(axes), libraries, tiny_sizes(heads=4)], sort_keys=True)
+    how = [section.attention, section.task, asdict(axes)]
+    what = json.dumps([flags, how, libraries, tiny_sizes(heads=4)], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
 

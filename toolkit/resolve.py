@@ -125,20 +125,18 @@ def proven(
     recipe, config = resolved.recipe, raw_config(resolved.recipe.model)
     while resolved.decision.chosen is not None:
         axes = Axes.of(resolved.chosen.plan)
-        if not axes.split or Proofs().get(config, recipe.model.attention, axes) is not None:
+        if not axes.split or Proofs().get(config, recipe.model, axes) is not None:
             break
         say("trying the split on a small twin of the model")
-        Proofs().put(config, recipe.model.attention, axes, prove(axes))
+        Proofs().put(config, recipe.model, axes, prove(axes))
         resolved = again()
     return resolved
 
 
 def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
     """Proposals, without those that can't train the recipe's task, or save what it asks to save."""
-    task = recipe.model.task
     for proposal in proposals:
-        if isinstance(proposal, Plan) and task not in (None, "causal-lm") and Axes.of(proposal).split:
-            reason = f"splits of a model are proven for causal language models only, and data.format needs {task}"
+        if isinstance(proposal, Plan) and (reason := _task_fault(recipe.model.task, proposal)):
             yield Refusal(proposal.strategy, reason, proposal)
         elif isinstance(proposal, Plan) and recipe.checkpoint.every % proposal.local_steps:
             reason = (
@@ -165,6 +163,19 @@ def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[P
             yield proposal
 
 
+def _task_fault(task: str | None, plan: Plan) -> str:
+    """Why a plan can't split the model of a task; empty if it can."""
+    if task in (None, "causal-lm"):
+        return ""
+    if plan.sp > 1:
+        return f"sequence shards are for losses of single tokens of a causal language model; data.format needs {task}"
+    if plan.tensor_by == "autotp" and plan.tp > 1:
+        return f"AutoTP is tried on causal language models only, and data.format needs {task}; leave tensor_by out"
+    if plan.pp > 1 and task == "seq2seq":
+        return "every decoder layer reads the encoder's output: each stage would compute the whole encoder"
+    return ""
+
+
 def _async_fault(recipe: Recipe) -> str:
     """Why islands can't go their own ways with a recipe; empty if they can."""
     outer = recipe.train.outer
@@ -184,7 +195,7 @@ def _is_quantized(recipe: Recipe) -> bool:
 def _known(recipe: Recipe) -> Callable[[Axes], Verdict | None]:
     """What earlier runs have proven of the recipe's model."""
     proofs, config = Proofs(), raw_config(recipe.model)
-    return lambda axes: proofs.get(config, recipe.model.attention, axes)
+    return lambda axes: proofs.get(config, recipe.model, axes)
 
 
 def explain(decision: Decision) -> str:

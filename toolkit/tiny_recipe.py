@@ -10,7 +10,7 @@ from toolkit.job import raw_config
 from toolkit.recipe import ClusterSection, Data, Recipe, Strategy, Train
 from toolkit.recipe_batch import Reduce
 from toolkit.recipe_metrics import Metrics, Wandb
-from toolkit.tiny_sizes import tiny_sizes
+from toolkit.tiny_sizes import IMAGES, tiny_sizes
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
 VOCABULARY = 264
@@ -58,7 +58,7 @@ def processes(strategy: Strategy) -> int:
 
 def tiny_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the same type and switches and small sizes."""
-    sizes = {**tiny_sizes(4), "vocab_size": VOCABULARY, "image_size": 16, "patch_size": 4}
+    sizes = {**tiny_sizes(4), "vocab_size": VOCABULARY, **IMAGES}
     small = {key: size for key, size in sizes.items() if isinstance(config.get(key), int)}
     switches = {key: value for key, value in config.items() if isinstance(value, bool | str) and key[0] != "_"}
     return {**switches, **small, "model_type": config["model_type"]}

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 LAYERS = 4
+IMAGES = {"image_size": 16, "patch_size": 4}
+"""Of models that take nothing else."""
 HEAD_DIM = 16
 VOCABULARY = 128
 POSITIONS = 128

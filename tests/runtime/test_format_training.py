@@ -72,7 +72,7 @@ PACKED: tuple[tuple[str, int], ...] = (
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Finished]:
-    """One process's runs, by packing."""
+    """One process's runs, by packing or format."""
     return {}
 
 
@@ -93,6 +93,31 @@ def test_packed_and_padded_data_train_and_evaluate_alike(
         assert (found["step"], found["tokens"]) == (wanted["step"], wanted["tokens"])
         assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
         assert found["accuracy"] == wanted["accuracy"] > 0, "under tensor parallel no rank has all logits"
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "nproc"),
+    [
+        ("classification", "{name: tensor_parallel, tp: 2}", 2),
+        ("classification", "{name: pipeline, pp: 2, micro_batch: 2}", 2),
+        ("classification", "{name: hybrid, tp: 2, pp: 2, micro_batch: 2}", 4),
+        ("decoder", "{name: pipeline, pp: 2, micro_batch: 2}", 2),
+        ("image-classification", "{name: tensor_parallel, tp: 2, zero_stage: 3}", 2),
+        ("image-classification", "{name: hybrid, tp: 2, pp: 2, micro_batch: 2}", 4),
+        ("seq2seq", "{name: tensor_parallel, tp: 2, zero_stage: 1}", 2),
+    ],
+)
+def test_split_models_of_other_tasks_train_and_evaluate_alike(
+    train: Trainer, expected: dict[str, Finished], name: str, strategy: str, nproc: int
+) -> None:
+    given = (*EVALUATED, *COMMON, *FORMATS[name])
+    if name not in expected:
+        expected[name] = train(*given, "strategy.name=data_parallel", nproc=1)
+    one, other = expected[name], train(*given, f"strategy={strategy}", nproc=nproc)
+    same(one, other)
+    for wanted, found in zip(evaluations(one), evaluations(other), strict=True):
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+        assert (found["tokens"], found["accuracy"]) == (wanted["tokens"], wanted["accuracy"])
 
 
 def evaluations(done: Finished) -> list[dict[str, Any]]:

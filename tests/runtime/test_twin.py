@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.runtime.parallel import model
-from toolkit.proofs import Axes
+from toolkit.proofs import Axes, Verdict
+from toolkit.recipe import Model, Task
 from toolkit.runtime import tensor_plan
 from toolkit.runtime.twin import prove
 
@@ -13,6 +14,20 @@ from toolkit.runtime.twin import prove
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(4, 1, 1), Axes(1, 3, 1), Axes(2, 2, 1), Axes(1, 1, 2)], ids=str)
 def test_right_splits_pass(axes: Axes) -> None:
     assert prove(model("qwen3"), axes).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "axes"),
+    [
+        ("roberta", "classification", Axes(2, 2, 1)),
+        ("qwen3", "classification", Axes(2, 3, 1)),
+        ("vit", "image-classification", Axes(2, 3, 1)),
+        ("t5", "seq2seq", Axes(2, 1, 1)),
+    ],
+)
+def test_other_tasks_are_proven_with_their_own_heads(kind: str, task: Task, axes: Axes) -> None:
+    section = Model(config={"model_type": kind}, init="scratch", task=task, num_labels=3)
+    assert prove(section, axes) == Verdict(True)
 
 
 def test_layers_that_run_twice_are_refused_with_the_reason() -> None:

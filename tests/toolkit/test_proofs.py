@@ -6,25 +6,28 @@ from pathlib import Path
 
 from toolkit.plan import Plan, Refusal
 from toolkit.proofs import Axes, Proofs, Verdict, judged
+from toolkit.recipe import Model
 
+AUTO = Model()
 LLAMA = {"model_type": "llama", "hidden_size": 64, "attention_bias": False}
 
 
 def test_a_verdict_is_found_again_and_does_not_depend_on_sizes(tmp_path: Path) -> None:
     proofs, axes = Proofs(tmp_path / "deep" / "proofs.json"), Axes(2, 1, 1)
-    assert proofs.get(LLAMA, "auto", axes) is None
-    proofs.put(LLAMA, "auto", axes, Verdict(False, "because"))
+    assert proofs.get(LLAMA, AUTO, axes) is None
+    proofs.put(LLAMA, AUTO, axes, Verdict(False, "because"))
     again = Proofs(tmp_path / "deep" / "proofs.json")
-    assert again.get({**LLAMA, "hidden_size": 4096}, "auto", axes) == Verdict(False, "because")
-    assert again.get({**LLAMA, "attention_bias": True}, "auto", axes) is None
-    assert again.get(LLAMA, "eager", axes) is None
-    assert again.get(LLAMA, "auto", Axes(4, 1, 1)) is None
+    assert again.get({**LLAMA, "hidden_size": 4096}, AUTO, axes) == Verdict(False, "because")
+    assert again.get({**LLAMA, "attention_bias": True}, AUTO, axes) is None
+    assert again.get(LLAMA, Model(attention="eager"), axes) is None
+    assert again.get(LLAMA, Model(task="classification"), axes) is None
+    assert again.get(LLAMA, AUTO, Axes(4, 1, 1)) is None
 
 
 def test_a_broken_cache_is_an_empty_one(tmp_path: Path) -> None:
     path = tmp_path / "proofs.json"
     path.write_text("{no json")
-    assert Proofs(path).get(LLAMA, "auto", Axes(2, 1, 1)) is None
+    assert Proofs(path).get(LLAMA, AUTO, Axes(2, 1, 1)) is None
 
 
 def test_planning_refuses_what_has_failed_and_nothing_else() -> None:

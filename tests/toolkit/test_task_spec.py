@@ -46,11 +46,20 @@ def test_types_that_can_not_be_planned_are_named() -> None:
         task_spec({"model_type": "llama"}, Model(config={}, task="image-classification"))
 
 
-@pytest.mark.parametrize("strategy", ["{name: tensor_parallel, tp: 2}", "{name: pipeline, pp: 2}"])
-def test_splits_of_classifiers_are_refused_with_the_reason(strategy: str) -> None:
-    given = {"model": {"config": {"model_type": "bert"}, "num_labels": 4}, "train": {"steps": 1, "global_batch": 4}}
-    data = "data={path: synthetic, format: classification, tokenizer: bytes, seq_len: 64}"
-    with pytest.raises(NoPlanFits, match=r"for causal language models only, and data\.format needs classification"):
+@pytest.mark.parametrize(
+    ("kind", "task", "strategy", "reason"),
+    [
+        ("bert", "classification", "{name: sequence_parallel, sp: 2}", "losses of single tokens of a causal"),
+        ("bert", "classification", "{name: tensor_parallel, tp: 2, tensor_by: autotp}", "AutoTP is tried on causal"),
+        ("t5", "seq2seq", "{name: pipeline, pp: 2}", "each stage would compute the whole encoder"),
+    ],
+)
+def test_splits_that_a_task_can_not_have_are_refused_with_the_reason(
+    kind: str, task: str, strategy: str, reason: str
+) -> None:
+    given = {"model": {"config": {"model_type": kind}}, "train": {"steps": 1, "global_batch": 4}}
+    data = f"data={{path: synthetic, format: {task}, tokenizer: bytes, seq_len: 64}}"
+    with pytest.raises(NoPlanFits, match=reason):
         _ = resolve(make_recipe(given, [data, f"strategy={strategy}"]), 2).chosen
 
 

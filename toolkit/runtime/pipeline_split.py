@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import NoPlanFits
 from toolkit.runtime.pipeline_borders import Arguments, Cut, StandIn, fill_template, hidden_of, template_of
+from toolkit.runtime.probe_batches import probe_inputs
 from toolkit.runtime.shards import sites
 
-PROBE_TOKENS = 8
 _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer")
 
 
@@ -224,10 +224,6 @@ def _make_hollow(model: torch.nn.Module, names: Mapping[int, str]) -> dict[torch
     return leaves
 
 
-def _inputs() -> dict[str, Any]:
-    return {"input_ids": torch.arange(5, 5 + PROBE_TOKENS)[None], "use_cache": False}
-
-
 def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
     """The structure of what the first layer returns."""
     first = layers[0]
@@ -237,7 +233,7 @@ def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
 
     layers[0] = StandIn(first, stop)
     try:
-        model(**_inputs())
+        model(**probe_inputs(model))
     except Cut as cut:
         args, kwargs = cut.arguments
         # Grouped matrix products of experts refuse hollow weights: this one layer gets real zeros for the call.
@@ -255,7 +251,7 @@ def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
 def _run_probe(model: PreTrainedModel, layers: torch.nn.ModuleList, probe: _Probe) -> None:
     for index, layer in enumerate(list(layers)):
         layers[index] = StandIn(layer, partial(probe.call, index))
-    output = model(**_inputs())
+    output = model(**probe_inputs(model))
     if probe.calls != list(range(len(layers))):
         raise SplitRefused(f"the layers are not called once each in order, but {probe.calls}")
     probe.finish(output.logits)

@@ -8,14 +8,14 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.tiny_sizes import LAYERS, POSITIONS, VOCABULARY, tiny_sizes
+from toolkit.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, tiny_sizes
 
 __all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "tiny_config", "tiny_of_type"]
 
 
 def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
     """A config of the same type with the same flags and small sizes, as `model.config` of a recipe has it."""
-    sizes = tiny_sizes(heads)
+    sizes = tiny_sizes(heads) | ({} if _has(base, "vocab_size") else IMAGES)
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
     values = {key: value for key, value in sizes.items() if _has(base, key)}
     kinds = base.to_dict().get("layer_types")

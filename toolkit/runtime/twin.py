@@ -19,16 +19,17 @@ from transformers import PreTrainedModel
 
 from toolkit.proofs import Axes, Verdict
 from toolkit.recipe import Model
-from toolkit.runtime.data import IGNORE, MicroBatch
+from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.engine import summed_loss
 from toolkit.runtime.model import build_model, fill, load_config, open_weights, skeleton
 from toolkit.runtime.pipeline_split import SplitRefused, analyse, find_layers
 from toolkit.runtime.pipeline_stage import Stage
+from toolkit.runtime.probe_batches import probe_batches
 from toolkit.runtime.sequence_parallel import SequenceGroup, SequenceRefused, SequenceShare
 from toolkit.runtime.shards import Layout, layout_of
 from toolkit.runtime.tensor_collectives import TensorGroup
 from toolkit.runtime.tensor_parallel import shard, sum_partial_gradients
-from toolkit.runtime.tiny import VOCABULARY, tiny_config
+from toolkit.runtime.tiny import tiny_config
 from toolkit.runtime.vocabulary import Loss, follows_head
 from toolkit.stages import even_bounds
 
@@ -78,7 +79,14 @@ def twin_of(section: Model, axes: Axes) -> Model:
     """A small model of the same type and switches, with heads for all ranks."""
     heads = max(4, 2 * axes.tp, axes.sp)
     config = tiny_config(load_config(section), heads)
-    return Model(config=config, init="scratch", precision="fp32", attention=section.attention)
+    return Model(
+        config=config,
+        init="scratch",
+        precision="fp32",
+        attention=section.attention,
+        task=section.task,
+        num_labels=section.num_labels,
+    )
 
 
 def prove(section: Model, axes: Axes) -> Verdict:
@@ -95,16 +103,6 @@ def prove(section: Model, axes: Axes) -> Verdict:
         return Verdict(False, _line(error))
     except Exception as error:
         return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {_line(error)}")
-
-
-def batches() -> list[MicroBatch]:
-    """A full batch, and one padded on the right."""
-    generator = torch.Generator().manual_seed(SEED)
-    ids = torch.randint(3, VOCABULARY - 1, (2, 17), generator=generator)
-    inputs, labels = ids[:, :-1], ids[:, 1:]
-    mask = torch.ones_like(inputs)
-    mask[0, 10:] = 0
-    return [MicroBatch(inputs, labels), MicroBatch(inputs * mask, labels.masked_fill(mask == 0, IGNORE), mask)]
 
 
 Gradients = dict[str, torch.Tensor]
@@ -129,7 +127,8 @@ def _first_that_trains(twin: Model) -> tuple[torch.dtype, _Expected]:
 
 def _whole(twin: Model, kind: torch.dtype) -> _Expected:
     used, losses, gradients = [], [], []
-    for micro in batches():
+    for batch in probe_batches(twin.task, load_config(twin)):
+        micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
         model = _exact(build_model(twin, SEED), kind)
         try:
             loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)

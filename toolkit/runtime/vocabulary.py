@@ -77,6 +77,8 @@ def head_name(model: PreTrainedModel) -> str | None:
 
 def follows_head(section: Model) -> bool:
     """Whether logits are the head's output but for what is done to single elements; tried on a small twin."""
+    if section.task not in (None, "causal-lm"):
+        return False
     try:
         config = tiny_config(load_config(section))
         model = build_model(Model(config=config, init="scratch", precision="fp32", attention=section.attention), 0)
