@@ -46,5 +46,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -q && apt-get install -qy python3-venv && $(PYTHON) -m venv $(VENV); \
 	} || { echo "python3-venv is missing: install it (apt-get install python3-venv), then try again" >&2; exit 1; }
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gpu,lora,ray,report,tensorboard,vision]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gpu,lora,qlora,ray,report,tensorboard,vision]'
 	touch $@

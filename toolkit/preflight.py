@@ -66,7 +66,7 @@ def _lora_faults(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
         return
     key = "model.lora.quantize"
     if importlib.util.find_spec("bitsandbytes") is None:
-        yield Problem(key, "4bit needs bitsandbytes, which is not installed; pip install bitsandbytes, or use none")
+        yield Problem(key, "4bit needs bitsandbytes: pip install 'zero-toolkit[qlora]', or use none")
     if recipe.model.init != "pretrained":
         yield Problem(key, "4bit needs pretrained weights; nothing is learned from a random base that is frozen")
     if recipe.strategy.zero_stage == 3:

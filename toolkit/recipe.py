@@ -29,7 +29,7 @@ class Lora:
     targets: tuple[str, ...] | str = "auto"
     """Module names that get an adapter; `auto`: every linear layer but the head."""
     quantize: Literal["none", "4bit"] = "none"
-    """`4bit`: the frozen base in 4 bits (QLoRA); needs bitsandbytes, pretrained weights and ZeRO below 3."""
+    """`4bit`: the frozen base in 4 bits (QLoRA); needs the extra `qlora`, pretrained weights and ZeRO below 3."""
 
 
 @dataclass(frozen=True, kw_only=True)

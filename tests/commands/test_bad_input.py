@@ -42,7 +42,7 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("data.path=/no/such/file.txt", 2, "no such file"),
         ("data.format=chats", 2, "did you mean chat?"),
         ("data.path={a.txt: -1}", 2, "a weight above 0"),
-        ("model.lora={rank: 4, quantize: 4bit}", 2, "4bit needs bitsandbytes, which is not installed"),
+        ("model.lora={rank: 4, quantize: 4bit}", 2, "4bit needs pretrained weights"),
         ("strategy.name=zerro", 2, "zerro"),
         (
             "strategy={name: zero, zero_stage: 2, offload: cpu_params}",

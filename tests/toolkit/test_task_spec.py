@@ -67,5 +67,5 @@ def test_4_bits_without_bitsandbytes_or_weights_are_refused_with_the_reason(monk
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
     given = {"model": {"config": {"model_type": "llama"}, "lora": {"quantize": "4bit"}}, "train": {"steps": 1}}
-    with pytest.raises(BadInput, match="bitsandbytes, which is not installed; pip install bitsandbytes, or use none"):
+    with pytest.raises(BadInput, match=r"bitsandbytes: pip install 'zero-toolkit\[qlora\]', or use none"):
         check(make_recipe(given, ["data.tokenizer=bytes"]), {}, print)

@@ -100,8 +100,8 @@ def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTraine
 
 
 def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Base and adapters as one model; merged in fp32, then cast."""
-    model: Any = build_model(section, seed)
+    """Base and adapters as one model; merged in fp32, then cast. Of 4 bits: what they stood for in training."""
+    model: Any = build_model(section, seed, dequantized=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:

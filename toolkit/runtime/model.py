@@ -49,13 +49,18 @@ def load_config(section: Model) -> PretrainedConfig:
         raise BadInput("model", f"transformers can't read the config: {_first_line(error)}") from None
 
 
-def build_model(section: Model, seed: int) -> PreTrainedModel:
-    """The whole model in fp32 on the host, with weights that depend on the seed and the recipe only."""
+def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreTrainedModel:
+    """The whole model in fp32 on the host, with weights that depend on the seed and the recipe only.
+
+    `dequantized`: a base of 4 bits as the plain weights that these stand for.
+    """
     if section.init == "scratch" and not section.trust_remote_code:
         model = skeleton(section)
         fill(model, open_weights(section, seed))
     else:
         model = _whole(section, seed)
+        if dequantized and _quantized(section):
+            model = model.dequantize(dtype=torch.float32)
     set_seed(seed)
     return model if section.lora is None else _with_adapters(model, section.lora, section.task)
 
