@@ -1,6 +1,6 @@
 """Predicted against measured on this machine: every plan of a recipe that fits, with real worker processes.
 
-    python benchmarks/predicted_vs_measured.py [RECIPE] [--nproc 4] [--steps 8] [--cluster FILE] [--out FILE]
+    python benchmarks/predicted_vs_measured.py [RECIPE] [--nproc 4] [--steps 8] [--within 1.5] [--cluster FILE] [--out FILE]
 
 Probes the machine (or reads a probed cluster file), runs each plan, and prints memory and step time side by side, the
 rank correlation, and the time of the plan that we would choose over the best measured (regret). Memory on a CPU is the
@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cluster", type=Path, help="a probed cluster file; default: probe now")
     parser.add_argument("--only", default="", help="plans whose description matches this expression")
+    parser.add_argument("--within", type=float, default=float("inf"), help="and predicted so many times the best's time")
     parser.add_argument("--out", type=Path, help="write rows and summary as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +154,9 @@ def main() -> None:
         print(cluster.read_text())
         recipe = load_recipe(args.recipe, [f"cluster={cluster}"])
         resolved, decision = every_plan(recipe)
-        kept = tuple(option for option in decision.ranked if re.search(args.only, option.plan.describe()))
+        longest = args.within * decision.ranked[0].estimate.time.total
+        near = [option for option in decision.ranked if option.estimate.time.total <= longest]
+        kept = tuple(option for option in near if re.search(args.only, option.plan.describe()))
         rows = rows_of(resolved, replace(decision, ranked=kept), args.steps, args.rounds)
     result = summary(rows)
     print(json.dumps(result, indent=1))
