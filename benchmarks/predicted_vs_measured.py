@@ -1,6 +1,6 @@
 """Predicted against measured on this machine: every plan of a recipe that fits, with real worker processes.
 
-    python benchmarks/predicted_vs_measured.py [RECIPE] [--nproc 4] [--steps 8] [--within 1.5] [--cluster FILE] [--out FILE]
+    python benchmarks/predicted_vs_measured.py [RECIPE] [--nproc 4] [--steps 8] [--within 1.5] [--out FILE]
 
 Probes the machine (or reads a probed cluster file), runs each plan, and prints memory and step time side by side, the
 rank correlation, and the time of the plan that we would choose over the best measured (regret). Memory on a CPU is the
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cluster", type=Path, help="a probed cluster file; default: probe now")
     parser.add_argument("--only", default="", help="plans whose description matches this expression")
-    parser.add_argument("--within", type=float, default=float("inf"), help="and predicted so many times the best's time")
+    parser.add_argument("--within", type=float, default=float("inf"), help="and predicted so many times the best")
     parser.add_argument("--out", type=Path, help="write rows and summary as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
