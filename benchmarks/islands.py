@@ -42,9 +42,10 @@ ROUND = 50
 LARGE = (
     "model.config.hidden_size=384", "model.config.intermediate_size=1024", "model.config.num_hidden_layers=6",
     "data.seq_len=64", "train.global_batch=8", "train.lr=1e-3", "metrics.console=false",
-    "metrics.wandb={mode: disabled}", "checkpoint.every=0",
+    "metrics.wandb={mode: disabled}", "checkpoint.every=0", "data.eval_fraction=0.05", "train.eval_every=100000",
+    "train.eval_samples=128",
 )  # fmt: skip
-"""The demo with 10 million parameters."""
+"""The demo with 10 million parameters, evaluated on held-out text after the last step."""
 SMALL = (
     "data.seq_len=128", "train.global_batch=8", "train.lr=2e-3", "metrics.console=false",
     "metrics.wandb={mode: disabled}",
@@ -63,11 +64,13 @@ class Run:
     link_bytes: int = 0
     """Sent by the first site."""
     extra: dict[str, Any] = field(default_factory=dict)
+    held_out: float | None = None
+    """Loss of the model that the run ends with on held-out text."""
 
     @property
     def final(self) -> float:
-        """Loss at the end: the mean of the last tenth."""
-        return statistics.mean(self.losses[-max(1, len(self.losses) // 10) :])
+        """Loss at the end: on held-out text, or the mean of the last tenth of the steps."""
+        return self.held_out or statistics.mean(self.losses[-max(1, len(self.losses) // 10) :])
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,10 @@ def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steady = records[3:]
     speed = sum(record["tokens"] for record in steady) / sum(record["wall_seconds"] for record in steady)
-    found = Run(name, [record["loss"] for record in records], speed, link_bytes)
+    held_out = None
+    if run.evaluations.is_file():
+        held_out = float(json.loads(run.evaluations.read_text().splitlines()[-1])["loss"])
+    found = Run(name, [record["loss"] for record in records], speed, link_bytes, held_out=held_out)
     print(f"{name}: {speed:,.0f} tokens/s, final loss {found.final:.4f}, {link_bytes / 1e6:,.1f} MB sent", flush=True)
     return found
 

@@ -69,7 +69,7 @@ def _peak(e: Execution, kept: float, parts: dict[str, float]) -> float:
     if e.drops_gradients and logits:  # our own runs: the last norm comes between logits and layers
         norm = activations.last_norm_bytes
         tail = max(logits + norm(e, activations.LAST_NORM_KEPT), norm(e, activations.LAST_NORM_LIVE))
-    if not (e.drops_gradients and e.grad_accum == 1 and e.pp == 1):
+    if not (e.drops_gradients and e.grad_accum == 1):
         return kept + max(tail, live) - logits
     return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
 

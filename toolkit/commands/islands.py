@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from toolkit.launch import Command, Node
 from toolkit.membership import Membership, parse_address
 from toolkit.resolve import Resolved
 from toolkit.run_dir import RunDir
+from toolkit.stop import forwarded
 
 LOOPBACK = "127.0.0.1"
 
@@ -150,7 +150,7 @@ class Island:
 
 def watch(islands: Sequence[Island], console: Console, restarts: int, start: Callable[[Command], Any]) -> int:
     """Run all of them to their ends; 0, or the exit code of the contract."""
-    with _forwarding(islands) as forward:
+    with forwarded(partial(_forward, islands)):
         for island in islands:
             island.thread = threading.Thread(target=island.keep, args=(console, restarts, start), daemon=True)
             island.thread.start()
@@ -160,7 +160,7 @@ def watch(islands: Sequence[Island], console: Console, restarts: int, start: Cal
                 island.thread.join(0.1)
             if not told and any(island.code for island in islands):  # it has said why: the others stop, too
                 told = True
-                forward(signal.SIGTERM, None)
+                _forward(islands, signal.SIGTERM)
     codes = [island.code for island in islands if island.code is not None]
     if not codes:
         errors = [island.error for island in islands if island.error is not None]
@@ -168,24 +168,9 @@ def watch(islands: Sequence[Island], console: Console, restarts: int, start: Cal
     return next((code for code in codes if code not in (0, Preempted.exit_code)), max(codes))
 
 
-@contextmanager
-def _forwarding(islands: Sequence[Island]) -> Iterator[Any]:
-    """Requests to stop go to the workers of all islands."""
+def _forward(islands: Sequence[Island], number: signal.Signals) -> None:
+    """To the workers of all islands."""
     from toolkit.runtime.supervise import Own, send_to_workers
-    from toolkit.stop import SIGNALS
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        for island in islands:
-            send_to_workers(Own(island.commands, island.run).beats(), signal.Signals(number))
-
-    before: dict[Any, Any] = {}
-    try:
-        for number in SIGNALS:
-            before[number] = signal.signal(number, forward)
-    except ValueError:  # not the main thread (a notebook's helper): nobody sends signals there
-        pass
-    try:
-        yield forward
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for island in islands:
+        send_to_workers(Own(island.commands, island.run).beats(), number)

@@ -6,10 +6,9 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from toolkit import errors, heartbeat, launch
@@ -20,7 +19,7 @@ from toolkit.runtime import host_agent
 from toolkit.runtime.host_agent import SILENCE_SECONDS
 from toolkit.runtime.host_link import HostLink
 from toolkit.runtime.supervise import GRACE_SECONDS, POLL_SECONDS
-from toolkit.stop import SIGNALS
+from toolkit.stop import forwarded
 
 ANSWER_SECONDS = 30.0
 """For a connection, and the host's Python to start."""
@@ -78,7 +77,7 @@ class Fleet:
             "hang_timeout_seconds": hang_timeout_seconds,
         }
         exports = launch.exported(launch.environment())
-        with self._forwarded():
+        with forwarded(self._forward):
             for index, link in enumerate(self._links):
                 node = self.node(index)
                 env = {**exports, **link.env}
@@ -150,20 +149,10 @@ class Fleet:
         own = [beats[rank] for rank in range(first, first + len(link.host.slots)) if rank in beats]
         return bool(own) and all(beat.lost_others for beat in own)
 
-    @contextmanager
-    def _forwarded(self) -> Iterator[None]:
-        """Requests to stop go to every host, so that its workers save."""
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            for link in self._links:
-                link.send(signal=int(number))
-
-        before = {number: signal.signal(number, forward) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _forward(self, number: signal.Signals) -> None:
+        """To every host, so that its workers save."""
+        for link in self._links:
+            link.send(signal=int(number))
 
 
 def _differences(link: HostLink, ours: Mapping[str, Any], backend: str) -> Iterator[Problem]:

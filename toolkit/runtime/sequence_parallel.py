@@ -7,6 +7,7 @@ To DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and s
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed.comm as dist
@@ -44,6 +45,10 @@ class SequenceShare:
         self._group = group
         self._mask: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
+        self._pieces: list[Piece] = []
+        """Documents of the micro-batch at hand."""
+        self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+        """Of the micro-batch at hand, by window: layers share one, and none keeps its own for the backward pass."""
 
     def install(self, model: PreTrainedModel) -> None:
         """Make a model attend through this share."""
@@ -62,7 +67,8 @@ class SequenceShare:
         batch, length = micro.input_ids.shape
         if length % self._group.ranks:
             raise SequenceRefused(f"{length} tokens can't be shared by {self._group.ranks} ranks")
-        self._mask, self._positions = micro.attention_mask, micro.position_ids
+        self._mask, self._positions, self._masks = micro.attention_mask, micro.position_ids, {}
+        self._pieces = _pieces(micro.position_ids, batch, length)
         positions = micro.position_ids
         if positions is None:
             positions = torch.arange(length, device=micro.input_ids.device).expand(batch, length)
@@ -86,17 +92,11 @@ class SequenceShare:
         self._refuse(module, attention_mask, others)
         key, value = (self._divisible(tensor, query.shape[1]) for tensor in (key, value))
         query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
-        mask = self._allowed(query.shape[2], sliding_window, query.device)
-        output = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
+        if self._mask is None and all(piece.length <= (sliding_window or piece.length) for piece in self._pieces):
+            output = _by_document(query, key, value, self._pieces, how)
+        else:
+            output = scaled_dot_product_attention(query, key, value, self._bias(query, sliding_window), **how)
         return self._to_tokens(output).transpose(1, 2).contiguous(), None
 
     def _refuse(self, module: torch.nn.Module, mask: torch.Tensor | None, others: dict[str, Any]) -> None:
@@ -106,10 +106,16 @@ class SequenceShare:
             what = "a bias of its own" if mask is not None else ", ".join(strange)
             raise SequenceRefused(f"{type(module).__name__} gives attention {what}, which is not cut by sequence")
 
-    def _allowed(self, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Which keys a query may see: None for plain causal attention."""
-        if self._mask is None and self._positions is None and not window:
-            return None
+    def _bias(self, query: torch.Tensor, window: int | None) -> torch.Tensor:
+        """What is added to scores where padding or a window cuts through documents."""
+        kind = (window, query.dtype)
+        if kind not in self._masks:
+            allowed = self._allowed(query.shape[2], window, query.device)
+            self._masks[kind] = torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(~allowed, float("-inf"))
+        return self._masks[kind]
+
+    def _allowed(self, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+        """Which keys a query may see."""
         place = torch.arange(length, device=device)
         allowed = place[None, :] <= place[:, None]
         if window:
@@ -141,6 +147,47 @@ class SequenceShare:
         """(batch, own heads, tokens, width) → (batch, heads, own tokens, width)."""
         parts = torch.stack(tensor.chunk(self._group.ranks, 2))
         return torch.cat(list(_exchanged(parts, self._group)), 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or one in the same place of several rows."""
+
+    rows: slice
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.end - self.start
+
+
+def _pieces(positions: torch.Tensor | None, batch: int, length: int) -> list[Piece]:
+    """The documents of packed sequences; rows without any other document than one are one piece together."""
+    if positions is None:
+        return [Piece(slice(0, batch), 0, length)]
+    starts: list[list[int]] = [[0] for _ in range(batch)]
+    for row, place in torch.nonzero(positions[:, 1:] == 0).tolist():
+        starts[row].append(place + 1)
+    if all(row == [0] for row in starts):
+        return [Piece(slice(0, batch), 0, length)]
+    return [
+        Piece(slice(row, row + 1), start, end)
+        for row, own in enumerate(starts)
+        for start, end in itertools.pairwise([*own, length])
+    ]
+
+
+def _by_document(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: list[Piece], how: dict[str, Any]
+) -> torch.Tensor:
+    """Causal attention inside every document: a mask over all pairs of tokens would have no room on long sequences."""
+    rows: dict[int, list[torch.Tensor]] = {}
+    for piece in pieces:
+        q, k, v = (tensor[piece.rows, :, piece.start : piece.end] for tensor in (query, key, value))
+        rows.setdefault(piece.rows.start, []).append(scaled_dot_product_attention(q, k, v, is_causal=True, **how))
+    return torch.cat([torch.cat(row, 2) for row in rows.values()])
 
 
 class _Exchange(torch.autograd.Function):

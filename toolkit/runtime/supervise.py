@@ -7,9 +7,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from toolkit import heartbeat
@@ -18,7 +17,7 @@ from toolkit.heartbeat import Beat
 from toolkit.launch import PARENT, Command, environment
 from toolkit.run_dir import RunDir
 from toolkit.runtime import verdict
-from toolkit.stop import SIGNALS
+from toolkit.stop import forwarded
 
 GRACE_SECONDS = 1.5
 """Time that workers have to end by themselves after one of them failed: enough to write why."""
@@ -72,7 +71,7 @@ def run_all(
     processes: list[Process] = []
     try:
         processes.extend(start(command) for command in commands)
-        with _forwarded(processes, own):
+        with forwarded(partial(_forward, processes, own)):
             failed = _wait(processes, run, hang_timeout_seconds)
         if not failed:
             return 0
@@ -161,26 +160,11 @@ def _stack(run: RunDir, rank: int, offset: int) -> str:
     return heartbeat.main_stack(verdict.log_since(run.log(rank), offset))
 
 
-@contextmanager
-def _forwarded(processes: Sequence[Process], own: Own) -> Iterator[None]:
-    """Requests to stop go to the workers themselves, so that they save; launchers would rather kill them."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if not send_to_workers(own.beats(), signal.Signals(number)):
-            for process in processes:
-                _send(process.pid, signal.Signals(number))
-
-    before: dict[Any, Any] = {}
-    try:
-        for number in SIGNALS:
-            before[number] = signal.signal(number, forward)
-    except ValueError:  # not the main thread (a notebook's helper): nobody sends signals there
-        pass
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _forward(processes: Sequence[Process], own: Own, number: signal.Signals) -> None:
+    """To the workers themselves, so that they save; launchers would rather kill them."""
+    if not send_to_workers(own.beats(), number):
+        for process in processes:
+            _send(process.pid, number)
 
 
 def send_to_workers(beats: Iterable[Beat], number: signal.Signals) -> bool:
