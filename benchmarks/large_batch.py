@@ -63,10 +63,10 @@ def size(hidden: int, layers: int) -> tuple[str, ...]:
     return tuple(f"model.config.{key}={value}" for key, value in config.items())
 
 
-def held_out_loss(overrides: tuple[str, ...], nproc: int, seed: int) -> tuple[float, int]:
+def held_out_loss(overrides: tuple[str, ...], lr: float, nproc: int, seed: int) -> tuple[float, int]:
     """Loss on held-out text after a real run, and the tokens that it trained on."""
     settings = {
-        "train.lr": LR,
+        "train.lr": lr,
         "train.seed": seed,
         "train.eval_every": 100_000,
         "train.eval_samples": 64,
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--only", default="linear,sqrt,unscaled,grown", help="ways to enlarge the batch (default: all)")
     parser.add_argument("--hidden", type=int, default=64, help="width of the model (default 64; the demo's is 192)")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model (default 2; the demo's are 6)")
+    parser.add_argument("--lr", type=float, default=LR, help="for the small batch (default %(default)s)")
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures as JSON")
@@ -101,7 +102,7 @@ def main() -> int:
     known = runs(args.tokens)
     for name in ["small", *(name for name in known if name in args.only.split(","))]:
         overrides = (*size(args.hidden, args.layers), *known[name])
-        found[name], tokens = held_out_loss(overrides, args.nproc, args.seed)
+        found[name], tokens = held_out_loss(overrides, args.lr, args.nproc, args.seed)
         apart = found[name] / found["small"] - 1
         print(f"{name:10s} {tokens:9,d} tokens   held-out loss {found[name]:.4f}   {apart:+.2%}", flush=True)
     apart = found.get("linear", float("inf")) / found["small"] - 1
