@@ -103,7 +103,7 @@ def start(name: str, work: Path, steps: int) -> float:
     common = {
         **os.environ, "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // PROCESSES)), "LOCAL_WORLD_SIZE": str(PROCESSES),
-        "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [sys.executable, __file__, "--worker", name, "--work", str(work), "--steps", str(steps)]
     processes = [
@@ -130,6 +130,9 @@ def peer(name: str, work: Path, steps: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # a minute of compiling for nothing
+    # Without an accelerator accelerate (1.15) leaves DeepSpeed out, or takes every process for the only one.
+    accelerate_state = importlib.import_module("accelerate.state")
+    accelerate_state.PartialState._prepare_backend = lambda *_: ("gloo", accelerate_state.DistributedType.NO)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // PROCESSES))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(work / "tokenizer"))
     rows = datasets.load_dataset("json", data_files=str(work / "data.jsonl"), split="train", cache_dir=str(work))
@@ -177,7 +180,7 @@ def make_peer(
     config = json.loads((work / "deepspeed.json").read_text())
     common = {
         "output_dir": str(work / name), "max_steps": steps, "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
-        "learning_rate": 3e-4, "lr_scheduler_type": "constant", "deepspeed": config, "use_cpu": True,
+        "learning_rate": 3e-4, "lr_scheduler_type": "constant", "deepspeed": config,
         "report_to": "none", "save_strategy": "no", "logging_steps": 10, "disable_tqdm": True,
     }  # fmt: skip
     if name.startswith("trl"):
