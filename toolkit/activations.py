@@ -19,6 +19,8 @@ PIPELINE_BUFFERS = 2
 """A micro-batch in flight also holds what a stage received and what it sent on (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
 """DeepSpeed's first stage holds only what it sent on, and its last what it received."""
+ARRIVED = 2
+"""And where a next stage's gradient has arrived: the gradient, and what it is of (counted on the demo)."""
 GRADIENTS_OF_ACTIVATIONS = 1.0
 """Gradients of the layer in the backward pass, in units of its activations: an allocator's cache keeps them apart."""
 LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
@@ -76,7 +78,7 @@ def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
 
 def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     """Activations of `layers` layers that the micro-batches in flight keep until their backward pass."""
-    inputs = e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
+    inputs = layer_input_bytes(e)
     each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
     buffers = each * inputs * in_flight if e.pp > 1 else 0.0
     kept = e.recompute.kept
@@ -86,11 +88,18 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     return layers * whole * in_flight + buffers
 
 
+def layer_input_bytes(e: Execution) -> float:
+    """The hidden states of one micro-batch on a device."""
+    return e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
+
+
 def live_bytes(e: Execution) -> float:
-    """What the layer in the backward pass needs on top: gradients, and its recomputed activations."""
-    on_cpu = e.cluster.device.backend == "cpu"
-    gradients = LIVE_GRADIENTS_OF_ACTIVATIONS if on_cpu else GRADIENTS_OF_ACTIVATIONS
-    return (1 - e.recompute.kept + gradients) * mean_layer_bytes(e)
+    """What the layer in the backward pass needs on top: gradients, and its recomputed activations and output."""
+    if e.cluster.device.backend != "cpu":
+        return (1 - e.recompute.kept + GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e)
+    again = 1 - e.recompute.kept
+    output = layer_input_bytes(e) if e.pp == 1 else 0.0  # among what a stage is counted to have received
+    return (again + LIVE_GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e) + again * output
 
 
 def logit_bytes(e: Execution) -> float:
@@ -101,4 +110,4 @@ def logit_bytes(e: Execution) -> float:
 
 def last_norm_bytes(e: Execution, tensors: int) -> float:
     """Tensors of the norm between the last layer and the head."""
-    return tensors * e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
+    return tensors * layer_input_bytes(e)

@@ -50,7 +50,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     }
     if e.cluster.device.backend == "cpu":  # elsewhere the host has it
         parts["optimizer"] += _exchange_bytes(e, params)
-    parts["activations"] = _peak(e, activations.kept_bytes(e, layers, _in_flight(e, index)), parts)
+    kept = activations.kept_bytes(e, layers, _in_flight(e, index))
+    parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
@@ -58,18 +59,23 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     return Memory(**{name: int(size) for name, size in parts.items()})
 
 
-def _peak(e: Execution, kept: float, parts: dict[str, float]) -> float:
+def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> float:
     """Activations at the fullest moment, beyond logits and gradients that count by themselves.
 
     That is the end of the forward pass, with logits, or the backward pass of a layer. DeepSpeed drops gradients after
-    the update, so with one micro-batch they come only as activations go.
+    the update, so with one micro-batch they come only as activations go; a stage that gets gradients from the next one
+    holds these besides.
     """
     live, logits, grads = activations.live_bytes(e), parts["logits"], parts["grads"]
     tail = logits
     if e.drops_gradients and logits:  # our own runs: the last norm comes between logits and layers
         norm = activations.last_norm_bytes
-        tail = max(logits + norm(e, activations.LAST_NORM_KEPT), norm(e, activations.LAST_NORM_LIVE))
-    if not (e.drops_gradients and e.grad_accum == 1):
+        tail = logits + norm(e, activations.LAST_NORM_KEPT)
+        if e.pp == 1:  # a pipeline's last stage has let go of the logits' gradients by then
+            tail = max(tail, norm(e, activations.LAST_NORM_LIVE))
+    if e.drops_gradients and not last:
+        kept += activations.ARRIVED * activations.layer_input_bytes(e)
+    if not e.drops_gradients or e.grad_accum > 1 or not last:
         return kept + max(tail, live) - logits
     return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
 

@@ -97,7 +97,7 @@ def test_the_first_pipeline_stage_holds_as_many_micro_batches_as_stages() -> Non
     staging = plan(0, strategy="pipeline", dp=1, pp=8, micro_batch=8, grad_accum=8, recompute="full")
     staged = memory(staging, job())
     inputs = 2 * 8 * 2048 * 4096
-    held = 8 * (4 + 1) * inputs  # 8 in flight × (4 layers, sent)
+    held = (8 * (4 + 1) + 2) * inputs  # 8 in flight × (4 layers, sent); what the next stage's gradient is of, and it
     assert staged.logits == 0  # so it is the first stage that is the fullest
     assert staged.activations == pytest.approx(held + live_bytes(of_plan(staging, job())))
 
