@@ -89,6 +89,7 @@ class Execution:
     local_steps: int = 1
     exchange_bits: int = 32
     exchange_hidden: bool = False
+    exchange_delay_steps: int | None = None
     exchange_states: int = 1
     bucket_elements: int | None = None
     """Elements of a reduction bucket, where the recipe says so."""
@@ -175,7 +176,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
-        exchange_hidden=work.exchange_hidden, exchange_states=work.exchange_states,
+        exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
+        exchange_states=work.exchange_states,
         quantized_base=work.quantized_base,
     )  # fmt: skip
 

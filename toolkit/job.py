@@ -49,6 +49,7 @@ def _exchange(outer: Outer) -> dict[str, Any]:
     return {
         "exchange_bits": outer.bits,
         "exchange_hidden": outer.mode != "wait",
+        "exchange_delay_steps": outer.delay_steps,
         "exchange_states": sum(states),
     }
 

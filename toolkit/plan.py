@@ -42,6 +42,8 @@ class Workload:
     """Of a number that islands send one another."""
     exchange_hidden: bool = False
     """Whether islands train on while they exchange."""
+    exchange_delay_steps: int | None = None
+    """Steps behind which the exchange hides; None: those of a round."""
     exchange_states: int = 1
     """fp32 copies of the weights that the exchange keeps, shared out over the ranks of an island."""
     reduce: Reduce = field(default_factory=Reduce)

@@ -90,8 +90,17 @@ class Outer:
     momentum: float = number(0.9, least=0, most=1)
     """Outer momentum of `nesterov`."""
     mode: Literal["wait", "overlap", "async"] = "wait"
-    """`overlap`: islands train on while they exchange, and the mean counts a round late; `async`: nobody ever waits."""
+    """`overlap`: islands train on while they exchange, and the mean counts late; `async`: nobody ever waits."""
+    delay_steps: int | None = number(None, least=1)
+    """`overlap`: steps after which a round's mean counts; the fewer, the nearer to synchronous training, but from the
+    first that is too few for the link islands wait for it; default: `local_steps`, a round."""
     bits: Literal[32, 8, 4] = 32
     """Of a number on the link; 8 and 4 keep what rounding takes and send it later (error feedback)."""
     max_staleness: int = number(8, least=1)
     """`async`: how many rounds of others an island may miss before they wait for it."""
+
+
+def outer_faults(outer: Outer | None) -> Iterator[Problem]:
+    """What can't be whatever the plan."""
+    if outer is not None and outer.delay_steps is not None and outer.mode != "overlap":
+        yield Problem("train.outer.delay_steps", f"unused with mode {outer.mode}; remove it, or use mode overlap")

@@ -14,7 +14,7 @@ import yaml
 from toolkit.data_faults import data_faults, task_of
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe import Recipe, Strategy, Train
-from toolkit.recipe_batch import one_bit_faults, ramp_faults, reduce_faults
+from toolkit.recipe_batch import one_bit_faults, outer_faults, ramp_faults, reduce_faults
 from toolkit.schema import build, show
 from toolkit.secrets_guard import secret_faults
 from toolkit.yaml_file import parse_yaml, read_yaml
@@ -117,6 +117,7 @@ def _model_faults(recipe: Recipe) -> Iterator[Problem]:
 
 def _train_faults(train: Train) -> Iterator[Problem]:
     yield from reduce_faults(train.reduce)
+    yield from outer_faults(train.outer)
     yield from ramp_faults(train.batch_ramp, train.global_batch)
     if train.steps is not None and train.epochs is not None:
         yield Problem("train", "steps and epochs exclude each other; give one of them")

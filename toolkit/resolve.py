@@ -153,7 +153,7 @@ def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[P
         elif isinstance(proposal, Plan) and recipe.train.outer is not None and proposal.islands == 1:
             reason = "train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd"
             yield Refusal(proposal.strategy, reason, proposal)
-        elif isinstance(proposal, Plan) and (reason := _async_fault(recipe)):
+        elif isinstance(proposal, Plan) and (reason := _delay_fault(recipe, proposal) or _async_fault(recipe)):
             yield Refusal(proposal.strategy, reason, proposal)
         elif isinstance(proposal, Plan) and recipe.checkpoint.every > 0 and unkeepable(proposal):
             yield Refusal(proposal.strategy, f"{unkeepable(proposal)}; use checkpoint.every 0", proposal)
@@ -174,6 +174,14 @@ def _task_fault(task: str | None, plan: Plan) -> str:
     if plan.pp > 1 and task == "seq2seq":
         return "every decoder layer reads the encoder's output: each stage would compute the whole encoder"
     return ""
+
+
+def _delay_fault(recipe: Recipe, plan: Plan) -> str:
+    """Why a round's mean can't count when the recipe says; empty if it can."""
+    delay = recipe.train.outer.delay_steps if recipe.train.outer else None
+    if delay is None or delay <= plan.local_steps:
+        return ""
+    return f"train.outer.delay_steps {delay} is more than a round of local_steps {plan.local_steps}"
 
 
 def _async_fault(recipe: Recipe) -> str:

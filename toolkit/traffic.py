@@ -158,7 +158,7 @@ def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration
 
 
 def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
-    """Islands exchange their weights every `local_steps` steps, at once or behind the steps of the next round."""
+    """Islands exchange their weights every `local_steps` steps, at once or behind steps of the next round."""
     if e.islands == 1:
         return 0.0
     where = collectives.group(e.cluster, e.islands, e.cluster.devices // e.islands)
@@ -167,5 +167,6 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     size = bytes_each * stage_params(e) * e.trained_share / e.dp
     seconds = collectives.all_reduce(size, where, e.cluster, cal)
     if e.exchange_hidden:
-        seconds = exposed(e.local_steps * e.grad_accum * (window.forward + window.backward), seconds, cal)
+        behind = min(e.exchange_delay_steps or e.local_steps, e.local_steps)
+        seconds = exposed(behind * e.grad_accum * (window.forward + window.backward), seconds, cal)
     return seconds / e.local_steps

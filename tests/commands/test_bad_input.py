@@ -44,6 +44,7 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("data.path={a.txt: -1}", 2, "a weight above 0"),
         ("model.lora={rank: 4, quantize: 4bit}", 2, "4bit needs pretrained weights"),
         ("strategy.name=zerro", 2, "zerro"),
+        ("train.outer={delay_steps: 2}", 2, "unused with mode wait"),
         (
             "strategy={name: zero, zero_stage: 2, offload: cpu_params}",
             3,

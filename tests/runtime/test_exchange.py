@@ -52,6 +52,33 @@ def trained(outer: Outer, islands: int, dp: int) -> list[torch.Tensor]:
     return [*seen, state.tensor.clone()]
 
 
+def caught_up(islands: int) -> list[torch.Tensor]:
+    """As a rank: every round is two changes, and the last round's mean counts after the first."""
+    rank = torch.distributed.get_rank()
+    mesh = Mesh(Plan(strategy="local_sgd", islands=islands, local_steps=2), rank, islands)
+    state = Weights()
+    exchange = Exchange(state, mesh, Outer(mode="overlap", delay_steps=1))  # type: ignore[arg-type]
+    seen = []
+    for number in range(ROUNDS):
+        state.tensor.sub_(change(mesh.island, number))
+        exchange.catch_up()
+        seen.append(state.tensor.clone())
+        state.tensor.sub_(change(mesh.island, 50 + number))
+        exchange.run()
+    exchange.settle()
+    return [*seen, state.tensor.clone()]
+
+
+def test_a_mean_may_count_some_steps_into_the_next_round() -> None:
+    """From there on an island is ahead by what it has learned since the exchange began, and by nothing else."""
+    rounds = [mean_change(2, number) + mean_change(2, 50 + number) for number in range(ROUNDS)]
+    for rank, (*seen, end) in enumerate(call_on_ranks(caught_up, 2, nproc=2)):
+        for number, place in enumerate(seen):
+            shared = sum(rounds[:number], torch.zeros(SIZE))
+            assert torch.allclose(place, -shared - change(rank, number), atol=1e-5)
+        assert torch.allclose(end, -sum(rounds), atol=1e-5)
+
+
 def mean_change(islands: int, number: int) -> torch.Tensor:
     return torch.stack([change(island, number) for island in range(islands)]).mean(dim=0)
 

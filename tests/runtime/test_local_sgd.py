@@ -11,8 +11,11 @@ from tests.conftest import Trainer
 from tests.runtime.parallel import ONE, SGD, model, run
 from tests.runtime.test_checkpoint import assert_equal
 from toolkit import checkpoint_store as store
+from toolkit.errors import NoPlanFits
 from toolkit.parity import largest_difference
 from toolkit.plan import Plan
+from toolkit.recipe_file import make_recipe
+from toolkit.resolve import resolve
 
 EVERY_STEP = Plan(strategy="local_sgd", islands=2, micro_batch=2, precision="fp32")
 AXES = ("strategy.name=local_sgd", "strategy.islands=2")
@@ -42,6 +45,7 @@ def test_islands_drift_and_come_together(train: Trainer) -> None:
         ("{optimizer: nesterov}", 2),
         ("{optimizer: nesterov, mode: overlap, bits: 8}", 0),
         ("{optimizer: average, mode: overlap, bits: 4}", 2),
+        ("{optimizer: average, mode: overlap, delay_steps: 1}", 1),
     ],
 )
 def test_a_round_s_end_is_saved_and_goes_on_bit_by_bit(train: Trainer, tmp_path: Any, outer: str, stage: int) -> None:
@@ -71,3 +75,9 @@ def test_synchronous_training_goes_on_from_islands_and_back(train: Trainer, tmp_
     more = ("train.steps=12", f"checkpoint.resume={again}")
     back = train(*base, *AXES, "strategy.local_steps=4", *more, nproc=2)
     assert len(back.losses) == 4
+
+
+def test_a_mean_can_not_count_after_the_next_one(recipe_mapping: dict[str, Any]) -> None:
+    axes = (*AXES, "strategy.local_steps=4", "train.outer={mode: overlap, delay_steps: 5}")
+    with pytest.raises(NoPlanFits, match="delay_steps 5 is more than a round of local_steps 4"):
+        _ = resolve(make_recipe(recipe_mapping, axes), 2).chosen

@@ -1,9 +1,9 @@
 """How islands come together: at once, or behind the steps of the next round.
 
 `S` is what all islands share; an island is at `S` less its own changes that the others have not got yet. A round's
-mean change moves `S`. Where nobody waits, that mean arrives while the next round is trained: then `S` moves by it, and
-the island goes on from the new `S` with what it has learned since. So a change of every island counts once, a round
-late, and only the changes of the round at hand are an island's own.
+mean change moves `S`. Where nobody waits, that mean arrives while the next round is trained: some steps into it, or at
+its end, `S` moves by the mean, and the island goes on from the new `S` with what it has learned since. So a change of
+every island counts once, late, and only changes that are not exchanged yet are an island's own.
 """
 
 from __future__ import annotations
@@ -41,19 +41,25 @@ class Exchange:
     @torch.no_grad()
     def run(self) -> None:
         """A round is over. Collective over the ranks with the same place in their islands, then over the island."""
-        begun = self._arrived()
-        self._own = begun - self.masters.part()
+        self.catch_up()
+        self._own = self.shared - self.masters.part()
         self._coming = self._thread.submit(self._reduce, self._own.clone())
         if self._outer.mode == "wait":
             self.settle()
-        else:
-            self.masters.write(self.shared - self._own)
+
+    @torch.no_grad()
+    def catch_up(self) -> None:
+        """From here the mean that was under way counts instead of the own change. Collective as `run`."""
+        if self._coming is not None:
+            since = self.shared - self._own - self.masters.part()
+            self._move()
+            self.masters.write(self.shared - since)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Wait for what is under way: then all islands are at `S`. Only at a round's end. Collective as `run`."""
         if self._coming is not None:
-            self._arrived()
+            self._move()
             self.masters.write(self.shared)
 
     def reset(self) -> None:
@@ -63,18 +69,15 @@ class Exchange:
             self._coming = None
         self.shared = self.masters.part()
 
-    def _arrived(self) -> torch.Tensor:
-        """Move `S` by the mean that was under way; where this rank's part stood when the round began."""
-        if self._coming is None:
-            return self.shared
-        begun = self.shared - self._own
+    def _move(self) -> None:
+        """Move `S` by the mean that was under way."""
+        assert self._coming is not None
         mean = self._coming.result()
         self._coming = None
         if self._outer.optimizer == "nesterov":
             self.momentum.mul_(self._outer.momentum).add_(mean)
             mean = self._outer.lr * (mean + self._outer.momentum * self.momentum)
         self.shared = self.shared - mean
-        return begun
 
     def _sum(self, own: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(own, group=self._group)

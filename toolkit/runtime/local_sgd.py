@@ -30,6 +30,7 @@ class IslandEngine:
     def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, last_step: int) -> None:
         self._inner, self._mesh, self._last_step = inner, mesh, last_step
         self._clock: Clock = NoClock()
+        self._delay_steps = outer.delay_steps
         self._exchange = Exchange(inner.state, mesh, outer)
         self._state = IslandState(inner.state, mesh, self._exchange)
 
@@ -50,6 +51,9 @@ class IslandEngine:
         result = self._inner.step(batch)
         done = int(self._state.counters()["scheduler_steps"])
         if done % self._mesh.plan.local_steps and done != self._last_step:
+            if done % self._mesh.plan.local_steps == self._delay_steps:
+                with part(self._clock, "grad_sync"):
+                    self._exchange.catch_up()
             return replace(result, tokens=result.tokens * self._mesh.plan.islands)
         with part(self._clock, "grad_sync"):
             self._exchange.run()
