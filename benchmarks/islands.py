@@ -1,6 +1,7 @@
 """Islands over a slow link: speed and loss against synchronous training, in few bits, of unequal speed, and killed.
 
-python -m benchmarks.islands link|slow|kills [--steps N] [--json FILE]    # as root: it makes network namespaces
+python -m benchmarks.islands link [--steps 200] [--warm 400] [--json FILE]    # as root: it makes network namespaces
+python -m benchmarks.islands slow|kills [--steps N] [--json FILE]
 python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
 """
 
@@ -26,6 +27,7 @@ from rich.console import Console
 
 from tests.runtime.slow_link import Link, address, move_into
 from tests.toolkit import browser
+from toolkit import checkpoint_store as store
 from toolkit import heartbeat, launch
 from toolkit.archipelago import gather
 from toolkit.commands import islands
@@ -41,7 +43,7 @@ MBIT = 50
 ROUND = 50
 LARGE = (
     "model.config.hidden_size=384", "model.config.intermediate_size=1024", "model.config.num_hidden_layers=6",
-    "data.seq_len=64", "train.global_batch=8", "train.lr=1e-3", "metrics.console=false",
+    "data.seq_len=64", "train.global_batch=8", "train.lr=5e-4", "metrics.console=false",
     "metrics.wandb={mode: disabled}", "checkpoint.every=0", "data.eval_fraction=0.05", "train.eval_every=100000",
     "train.eval_samples=128",
 )  # fmt: skip
@@ -117,15 +119,34 @@ def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
     return found
 
 
-def link(steps: int) -> list[Run]:
-    """Every-step synchronisation and islands, over a slow link and over a fast one."""
-    count = f"train.steps={steps}"
-    overlap = "train.outer={mode: overlap}"
-    slow_sync = over_link("every step, 50 Mbit/s", [count.replace(str(steps), "8"), *SYNC], mbit=MBIT)
-    sync = over_link("every step, no limit", [count, *SYNC], mbit=None)
-    free = over_link("islands, no limit", [count, *ISLANDS, overlap], mbit=None)
-    apart = over_link("islands, 50 Mbit/s", [count, *ISLANDS, overlap], mbit=MBIT)
-    few = over_link("islands, 50 Mbit/s, 8 bits", [count, *ISLANDS, "train.outer={mode: overlap, bits: 8}"], mbit=MBIT)
+def warmed(steps: int, folder: Path) -> Path:
+    """A checkpoint of so many synchronous steps inside one site, without a link: where islands begin.
+
+    Models that have hardly learned anything can't be averaged; DiLoCo begins with trained ones, too.
+    """
+    given = [*LARGE, *SYNC, f"train.steps={steps}", f"checkpoint.every={steps}", "train.schedule=constant"]
+    run = resolve(load_recipe(find_recipe("demo"), given), 2).write(folder / "warm")
+    assert not any(run_warm(launch.commands("local", run.path, 2, "cpu"))), run.log(0).read_text()[-2000:]
+    measured(f"{steps} steps in one site", run)
+    return store.path_of(run.checkpoints, steps)
+
+
+def link(steps: int, warm: int) -> list[Run]:
+    """Every-step synchronisation and islands, over a slow link and over a fast one, all from one checkpoint."""
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        start = [f"checkpoint.resume={warmed(warm, Path(folder))}"] if warm else []
+        return _link(start, steps, warm)
+
+
+def _link(start: list[str], steps: int, warm: int) -> list[Run]:
+    count = [f"train.steps={warm + steps}", *start]
+    behind = "mode: overlap, delay_steps: 20"
+    overlap = f"train.outer={{{behind}}}"
+    slow_sync = over_link("every step, 50 Mbit/s", [f"train.steps={warm + 8}", *start, *SYNC], mbit=MBIT)
+    sync = over_link("every step, no limit", [*count, *SYNC], mbit=None)
+    free = over_link("islands, no limit", [*count, *ISLANDS, overlap], mbit=None)
+    apart = over_link("islands, 50 Mbit/s", [*count, *ISLANDS, overlap], mbit=MBIT)
+    few = over_link("islands, 50 Mbit/s, 8 bits", [*count, *ISLANDS, f"train.outer={{{behind}, bits: 8}}"], mbit=MBIT)
     print(f"islands against every step on the slow link: {apart.tokens_per_second / slow_sync.tokens_per_second:.1f} x")
     print(f"islands on the slow link against no limit: {apart.tokens_per_second / free.tokens_per_second:.3f} x")
     print(f"loss after the same tokens: {apart.final / sync.final - 1:+.2%} against synchronous training")
@@ -271,14 +292,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["link", "slow", "kills", "plot"])
     parser.add_argument("files", nargs="*", type=Path)
-    parser.add_argument("--steps", type=int, default=150, help="or kills (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="or kills (default: %(default)s)")
+    parser.add_argument("--warm", type=int, default=400, help="link: steps in one site before (default: %(default)s)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--out", type=Path, default=Path("islands.png"))
     args = parser.parse_args()
     if args.what == "plot":
         plot(args.files, args.out)
         return
-    runs = {"link": link, "slow": slow, "kills": kills}[args.what](args.steps)
+    runs = link(args.steps, args.warm) if args.what == "link" else {"slow": slow, "kills": kills}[args.what](args.steps)
     if args.json:
         args.json.write_text(json.dumps([vars(run) for run in runs]))
 
