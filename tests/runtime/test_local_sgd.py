@@ -11,6 +11,7 @@ from tests.conftest import Trainer
 from tests.runtime.parallel import ONE, SGD, model, run
 from tests.runtime.test_checkpoint import assert_equal
 from toolkit import checkpoint_store as store
+from toolkit.commands.common import TOO_EARLY, all_notes
 from toolkit.errors import NoPlanFits
 from toolkit.parity import largest_difference
 from toolkit.plan import Plan
@@ -81,3 +82,11 @@ def test_a_mean_can_not_count_after_the_next_one(recipe_mapping: dict[str, Any])
     axes = (*AXES, "strategy.local_steps=4", "train.outer={mode: overlap, delay_steps: 5}")
     with pytest.raises(NoPlanFits, match="delay_steps 5 is more than a round of local_steps 4"):
         _ = resolve(make_recipe(recipe_mapping, axes), 2).chosen
+
+
+@pytest.mark.parametrize(("resume", "told"), [("auto", True), ("/runs/one-site/checkpoints/step-00000400", False)])
+def test_islands_from_random_weights_are_advised_against(
+    recipe_mapping: dict[str, Any], resume: str, told: bool
+) -> None:
+    resolved = resolve(make_recipe(recipe_mapping, (*AXES, f"checkpoint.resume={resume}")), 2)
+    assert (TOO_EARLY in all_notes(resolved)) is told

@@ -52,6 +52,10 @@ def positive(text: str) -> int:
 
 
 NOT_SYNCHRONOUS = "the result of local_sgd is not that of synchronous training: islands drift apart between exchanges"
+TOO_EARLY = (
+    "islands that begin with random weights gain little from one another: train inside one site first, and go on from "
+    "there with checkpoint.resume"
+)
 
 
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
@@ -76,7 +80,9 @@ def all_notes(resolved: Resolved) -> list[str]:
     """What a person should know of the chosen plan."""
     chosen, gain = resolved.decision.chosen, apart(resolved)
     about = notes(chosen.plan, resolved.recipe.train) if chosen else []
-    return [*([gain] if gain else []), *about]
+    fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
+    early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
+    return [*([gain] if gain else []), *early, *about]
 
 
 def show_notes(found: Sequence[str], console: Console) -> None:
