@@ -5,9 +5,7 @@ python -m benchmarks.loop [--stage 2] [--seconds 80]
 
 from __future__ import annotations
 
-import argparse
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, observed
+from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, measured_on_ranks, observed
 from benchmarks.paired import in_turn, ratio
 from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.engine import summed_loss
-from toolkit.runtime.groups import call_on_ranks, first_failure
 from toolkit.runtime.order import Order
 from toolkit.runtime.prefetch import Share
 from toolkit.runtime.trainer import train
@@ -93,16 +90,7 @@ def ours(run: Observed, samples: Made, done: list[int]) -> float:
 
 def main() -> None:
     """Print the ratio of tokens a second."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
-    parser.add_argument("--seconds", type=float, default=80)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        results: list[Any] = call_on_ranks(
-            measure, args.stage, args.seconds, directory, nproc=PROCESSES, timeout_seconds=3600
-        )
-    failure = first_failure(results)
-    assert failure is None, failure
+    results: list[Any] = measured_on_ranks(measure, (__doc__ or "").partition("\n")[0])
     found = ratio(results[0])
     print(f"tokens a second, our loop / bare loop: {found}")
     print(json.dumps(asdict(found)))

@@ -11,18 +11,15 @@ the training thread itself spends on a record.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, observed
+from benchmarks.observed import DETAIL_EVERY, Observed, first_decides, measured_on_ranks, observed
 from benchmarks.paired import in_turn, ratio
-from toolkit.runtime.groups import call_on_ranks, first_failure
 
 Blocks = list[list[float]]
 """Seconds of the steps of each block."""
@@ -79,16 +76,7 @@ def plain_block(run: Observed, blocks: Blocks) -> float:
 
 def main() -> None:
     """Print the ratio as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
-    parser.add_argument("--seconds", type=float, default=80)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        results: list[Any] = call_on_ranks(
-            measure, args.stage, args.seconds, directory, nproc=PROCESSES, timeout_seconds=3600
-        )
-    failure = first_failure(results)
-    assert failure is None, failure
+    results: list[Any] = measured_on_ranks(measure, (__doc__ or "").partition("\n")[0])
     found = ratio(results[0]["pairs"])
     off = statistics.median(b for _, b in results[0]["pairs"]) / DETAIL_EVERY
     print(f"metrics on / off: {found}")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import deepspeed.comm.comm as comm
 import torch
@@ -23,6 +26,7 @@ from toolkit.runtime.data import MicroBatch
 from toolkit.runtime.distributed import broadcast_object, current_world, host_group
 from toolkit.runtime.engine import ReplicaEngine
 from toolkit.runtime.event_sink import EventSink
+from toolkit.runtime.groups import call_on_ranks, first_failure
 from toolkit.runtime.memory_meter import MemoryMeter
 from toolkit.runtime.metrics import JsonlSink, Recorder, Sink
 from toolkit.runtime.step_meter import StepMeter
@@ -144,3 +148,18 @@ def observed(stage: int, directory: Path, accumulate: int = 2) -> Observed:
 def first_decides(going_on: bool) -> bool:
     """What rank 0 would do, on every rank."""
     return broadcast_object(going_on)
+
+
+def measured_on_ranks(measure: Callable[[int, float, str], Any], about: str) -> list[Any]:
+    """What `measure(stage, seconds, directory)` finds as each rank, with the stage and seconds of the command line."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--stage", type=int, default=2, help="ZeRO stage")
+    parser.add_argument("--seconds", type=float, default=80)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        results: list[Any] = call_on_ranks(
+            measure, args.stage, args.seconds, directory, nproc=PROCESSES, timeout_seconds=3600
+        )
+    failure = first_failure(results)
+    assert failure is None, failure
+    return results

@@ -86,13 +86,9 @@ def test_packed_and_padded_data_train_and_evaluate_alike(
     given = (*EVALUATED, f"data.packing={packing}", "data.seq_len=64")
     if packing not in expected:
         expected[packing] = train(*given, "strategy.name=data_parallel", nproc=1)
-    one, other = expected[packing], train(*given, f"strategy={strategy}", nproc=nproc)
-    same(one, other)
-    for wanted, found in zip(evaluations(one), evaluations(other), strict=True):
-        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert (found["step"], found["tokens"]) == (wanted["step"], wanted["tokens"])
-        assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
-        assert found["accuracy"] == wanted["accuracy"] > 0, "under tensor parallel no rank has all logits"
+    other = train(*given, f"strategy={strategy}", nproc=nproc)
+    trained_and_evaluated_alike(expected[packing], other)
+    assert all(found["accuracy"] > 0 for found in evaluations(other)), "under tensor parallel no rank has all logits"
 
 
 @pytest.mark.parametrize(
@@ -113,11 +109,16 @@ def test_split_models_of_other_tasks_train_and_evaluate_alike(
     given = (*EVALUATED, *COMMON, *FORMATS[name])
     if name not in expected:
         expected[name] = train(*given, "strategy.name=data_parallel", nproc=1)
-    one, other = expected[name], train(*given, f"strategy={strategy}", nproc=nproc)
+    trained_and_evaluated_alike(expected[name], train(*given, f"strategy={strategy}", nproc=nproc))
+
+
+def trained_and_evaluated_alike(one: Finished, other: Finished) -> None:
     same(one, other)
     for wanted, found in zip(evaluations(one), evaluations(other), strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
-        assert (found["tokens"], found["accuracy"]) == (wanted["tokens"], wanted["accuracy"])
+        assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
+        for exact in ("step", "tokens", "accuracy"):
+            assert found[exact] == wanted[exact]
 
 
 def evaluations(done: Finished) -> list[dict[str, Any]]:
