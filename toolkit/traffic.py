@@ -167,6 +167,6 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     size = bytes_each * stage_params(e) * e.trained_share / e.dp
     seconds = collectives.all_reduce(size, where, e.cluster, cal)
     if e.exchange_hidden:
-        behind = min(e.exchange_delay_steps or e.local_steps, e.local_steps)
+        behind = e.exchange_delay_steps or e.local_steps
         seconds = exposed(behind * e.grad_accum * (window.forward + window.backward), seconds, cal)
     return seconds / e.local_steps

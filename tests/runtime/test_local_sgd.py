@@ -78,6 +78,14 @@ def test_synchronous_training_goes_on_from_islands_and_back(train: Trainer, tmp_
     assert len(back.losses) == 4
 
 
+def test_a_mean_counts_after_as_many_steps_as_the_recipe_says(train: Trainer) -> None:
+    base = ("train.steps=8", *AXES, "strategy.local_steps=4")
+    late = train(*base, "train.outer={mode: overlap}")
+    early = train(*base, "train.outer={mode: overlap, delay_steps: 2}")
+    assert early.losses[:6] == late.losses[:6]
+    assert early.losses[6] != late.losses[6], "the first round's mean counts after the second step of the next"
+
+
 def test_a_mean_can_not_count_after_the_next_one(recipe_mapping: dict[str, Any]) -> None:
     axes = (*AXES, "strategy.local_steps=4", "train.outer={mode: overlap, delay_steps: 5}")
     with pytest.raises(NoPlanFits, match="delay_steps 5 is more than a round of local_steps 4"):

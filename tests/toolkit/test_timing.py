@@ -130,3 +130,17 @@ def test_every_part_is_finite_and_not_negative() -> None:
     plan = Plan(strategy="hybrid", dp=128, tp=8, pp=16, zero_stage=1, zero_group=128, micro_batch=1, grad_accum=16)
     parts = dataclasses.asdict(step_time(plan, work))
     assert all(0 <= part < 1e4 for part in parts.values())
+
+
+def test_islands_wait_for_what_does_not_hide_behind_their_steps() -> None:
+    """At once, behind a few steps, behind a round; and a delay of a whole round is no other than none."""
+    plan = Plan(strategy="local_sgd", islands=2, dp=8, zero_stage=2, zero_group=8, local_steps=50, grad_accum=4)
+    apart = dataclasses.replace(cluster(nodes=2), sites=2, site_bytes_per_second=1e9)
+
+    def exchange(**how: object) -> float:
+        return step_time(plan, job(LLAMA_2_7B, apart, **how)).dp_comm
+
+    at_once, few = exchange(), exchange(exchange_hidden=True, exchange_delay_steps=1)
+    round_late = exchange(exchange_hidden=True)
+    assert round_late < few < at_once
+    assert exchange(exchange_hidden=True, exchange_delay_steps=50) == round_late
