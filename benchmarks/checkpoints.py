@@ -23,19 +23,18 @@ from typing import Any
 
 import torch
 
+from tests.checkpoints.test_format import damage
 from tests.conftest import TINY_LLAMA
-from tests.runtime.suicidal import kill_point, poison, suicidal
-from tests.runtime.supervised import Outcome, assert_whole_and_recent, at_step, send, supervised
-from tests.runtime.test_checkpoint import LAYOUTS, assert_equal, resume_and_copy
-from tests.toolkit.test_checkpoint_format import damage
-from toolkit import checkpoint_store as store
-from toolkit import regions
-from toolkit.checkpoint_format import MANIFEST, canonical_json
+from tests.helpers.self_killing import kill_point, poison, suicidal
+from tests.helpers.supervised import Outcome, assert_whole_and_recent, at_step, send, supervised
+from tests.runtime.checkpoint.test_checkpoint import LAYOUTS, assert_equal, resume_and_copy
+from toolkit.checkpoints import element_runs, store
+from toolkit.checkpoints.format import MANIFEST, canonical_json
 from toolkit.commands.verify import check
-from toolkit.parity import largest_difference
-from toolkit.run_dir import RunDir
-from toolkit.runtime import checkpoint_writer
-from toolkit.runtime.fragments import Fragment
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.checkpoint import writer
+from toolkit.runtime.checkpoint.fragments import Fragment
+from toolkit.sessions.parity import largest_difference
 
 RECIPE: dict[str, Any] = {
     "model": {"config": TINY_LLAMA, "precision": "fp32"},
@@ -223,7 +222,7 @@ def big_fragments(megabytes: int) -> list[Fragment]:
             name=f"layer.{number}",
             kind=kind,
             shape=(rows,),
-            region=regions.flat(0, rows),
+            region=element_runs.flat(0, rows),
             tensor=torch.rand(rows),
         )
         for number in range(8)
@@ -234,7 +233,7 @@ def big_fragments(megabytes: int) -> list[Fragment]:
 def save(root: Path, step: int, fragments: list[Fragment]) -> Path:
     """Write a checkpoint of one rank."""
     documents = {"state.json": canonical_json({"step": step})}
-    return checkpoint_writer.write(root, step, checkpoint_writer.parts(fragments, 0), documents, rank=0, keep=1)
+    return writer.write(root, step, writer.parts(fragments, 0), documents, rank=0, keep=1)
 
 
 def throughput(count: int, root: Path) -> dict[str, Any]:
@@ -305,7 +304,7 @@ def disk(count: int, root: Path) -> dict[str, Any]:
             filler.write_bytes(b"\0" * max(0, free - (5 << 20) * number // count))
             try:
                 save(mount / "checkpoints", 2, fragments)
-            except checkpoint_writer.CheckpointFailed as error:
+            except writer.CheckpointFailed as error:
                 clear += "free" in str(error) or "No space" in str(error)
                 intact += check(first) == [] and store.steps(mount / "checkpoints") == [1]
             else:

@@ -24,13 +24,13 @@ from scipy.optimize import least_squares
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from toolkit.calibration import CALIBRATION, CONSTANTS, Calibration  # noqa: E402
-from toolkit.cluster import Cluster  # noqa: E402
-from toolkit.collectives import all_reduce, group  # noqa: E402
-from toolkit.hardware_names import find_device  # noqa: E402
-from toolkit.published import read_rows  # noqa: E402
-from toolkit.timing import seconds  # noqa: E402
-from toolkit.validate import Case, read_cases  # noqa: E402
+from toolkit.clusters.cluster import Cluster  # noqa: E402
+from toolkit.clusters.device_names import find_device  # noqa: E402
+from toolkit.cost.calibration import CALIBRATION, CONSTANTS, Calibration  # noqa: E402
+from toolkit.cost.collectives import all_reduce, group  # noqa: E402
+from toolkit.cost.published import read_rows  # noqa: E402
+from toolkit.cost.timing import seconds  # noqa: E402
+from toolkit.cost.validation import Case, read_cases  # noqa: E402
 
 DATA = Path(__file__).resolve().parent / "data"
 STEP = ("matmul", "attention", "stream", "launch_seconds", "tp_exposed", "interference", "fixed_seconds")

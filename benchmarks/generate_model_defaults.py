@@ -18,9 +18,9 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit.architectures.defaults import KEYS
+from toolkit.models.architectures.defaults import KEYS
 
-TARGET = Path(__file__).parents[1] / "toolkit" / "architectures" / "defaults.json"
+TARGET = Path(__file__).parents[1] / "toolkit" / "models" / "architectures" / "defaults.json"
 
 
 def field_defaults(config_class: type, prefix: str = "") -> dict[str, Any]:

@@ -25,19 +25,20 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.runtime.slow_link import Link, address, move_into
-from tests.toolkit import browser
-from toolkit import checkpoint_store as store
-from toolkit import heartbeat, launch
-from toolkit.archipelago import gather
-from toolkit.commands import islands
-from toolkit.recipe_file import load_recipe
-from toolkit.resolve import resolve
+from tests.helpers import browser
+from tests.helpers.slow_link import Link, address, move_into
+from toolkit.checkpoints import store
+from toolkit.launching import launchers
+from toolkit.recipe.file import load_recipe
 from toolkit.resources import find_recipe
-from toolkit.run_dir import RunDir
-from toolkit.runtime.engine import ReplicaEngine
-from toolkit.runtime.mailbox import serve
-from toolkit.runtime.pool import WarmProcess, enter_worker, run_warm
+from toolkit.run_dir import heartbeat
+from toolkit.run_dir.async_islands import gather
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.islands.async_store import serve
+from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker, run_warm
+from toolkit.sessions import async_islands
+from toolkit.sessions.resolve import resolve
 
 MBIT = 50
 ROUND = 50
@@ -97,7 +98,7 @@ def over_link(name: str, overrides: Sequence[str], *, mbit: int | None, ranks: i
         resolved = resolve(load_recipe(find_recipe("demo"), [*LARGE, *overrides]), ranks)
         run = resolved.write(Path(folder) / "run")
         enter = Sited((link.space(0), link.space(1)), ranks)
-        codes = run_warm(launch.commands("local", run.path, ranks, "cpu"), enter)
+        codes = run_warm(launchers.commands("local", run.path, ranks, "cpu"), enter)
         assert not any(codes), "\n".join(path.read_text()[-2000:] for path in run.path.glob("logs/*"))
         sent = subprocess.run(
             ["ip", "netns", "exec", link.space(0), "cat", "/sys/class/net/eth0/statistics/tx_bytes"],
@@ -126,7 +127,7 @@ def warmed(steps: int, folder: Path) -> Path:
     """
     given = [*LARGE, *SYNC, f"train.steps={steps}", f"checkpoint.every={steps}", "train.schedule=constant"]
     run = resolve(load_recipe(find_recipe("demo"), given), 2).write(folder / "warm")
-    assert not any(run_warm(launch.commands("local", run.path, 2, "cpu"))), run.log(0).read_text()[-2000:]
+    assert not any(run_warm(launchers.commands("local", run.path, 2, "cpu"))), run.log(0).read_text()[-2000:]
     measured(f"{steps} steps in one site", run)
     return store.path_of(run.checkpoints, steps)
 
@@ -186,11 +187,11 @@ def asynchronous(
         resolved = resolve(load_recipe(find_recipe("demo"), [*SMALL, *overrides]), 2)
         run = resolved.write(Path(folder) / "run")
         mailbox, said = serve("127.0.0.1", 0), io.StringIO()
-        parts = islands.prepare(resolved, run, ("127.0.0.1", int(mailbox.port)))
+        parts = async_islands.prepare(resolved, run, ("127.0.0.1", int(mailbox.port)))
         if disturb:
             threading.Thread(target=disturb, args=(run,), daemon=True).start()
         enter = Lagging(times)
-        code = islands.watch(
+        code = async_islands.watch(
             parts, Console(file=said, width=200), restarts, lambda command: WarmProcess.start(command, enter)
         )
         gather(run, 2, "done")
@@ -213,7 +214,7 @@ def slow(steps: int) -> list[Run]:
     with tempfile.TemporaryDirectory(prefix="islands-") as folder:
         resolved = resolve(load_recipe(find_recipe("demo"), [*SMALL, count, *SYNC, "checkpoint.every=0"]), 2)
         run = resolved.write(Path(folder) / "run")
-        assert not any(run_warm(launch.commands("local", run.path, 2, "cpu")))
+        assert not any(run_warm(launchers.commands("local", run.path, 2, "cpu")))
         sync = measured("synchronous", run)
     even, _, _ = asynchronous("asynchronous, equal", [count, *axes])
     lame, _, _ = asynchronous("asynchronous, one 3 x slower", [count, *axes], times=3.0)

@@ -20,10 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from toolkit import launch  # noqa: E402
-from toolkit.parity import runner  # noqa: E402
-from toolkit.recipe_file import load_recipe  # noqa: E402
-from toolkit.resolve import resolve  # noqa: E402
+from toolkit.launching import launchers  # noqa: E402
+from toolkit.recipe.file import load_recipe  # noqa: E402
+from toolkit.sessions.parity import runner  # noqa: E402
+from toolkit.sessions.resolve import resolve  # noqa: E402
 
 SMALL, TIMES, SEQ_LEN = 4, 4, 64
 LR = 1e-3
@@ -79,7 +79,7 @@ def held_out_loss(overrides: tuple[str, ...], lr: float, nproc: int, seed: int) 
     recipe = load_recipe(ROOT / "recipes" / "demo.yaml", [*given, *overrides])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         run = resolve(recipe, nproc).write(Path(folder) / "run")
-        codes = runner("cpu")(launch.commands("local", run.path, nproc, "cpu"))
+        codes = runner("cpu")(launchers.commands("local", run.path, nproc, "cpu"))
         if any(codes):
             raise RuntimeError(f"{overrides} failed: {run.log(0).read_text()[-1500:]}")
         summary = json.loads(run.summary.read_text())

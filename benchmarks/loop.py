@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, measured_on_ranks, observed
 from benchmarks.paired import in_turn, ratio
-from toolkit.runtime.data import MicroBatch
-from toolkit.runtime.engine import summed_loss
-from toolkit.runtime.order import Order
-from toolkit.runtime.prefetch import Share
-from toolkit.runtime.trainer import train
+from toolkit.runtime.data.prefetch import Share
+from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.engine.replica import summed_loss
+from toolkit.runtime.loop import train
 
 
 @dataclass(frozen=True)

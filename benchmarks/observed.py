@@ -12,29 +12,29 @@ from typing import Any
 import deepspeed.comm.comm as comm
 import torch
 
-from toolkit.batches import Batches
-from toolkit.deepspeed_config import deepspeed_config
-from toolkit.plan import Plan
-from toolkit.recipe import Train
-from toolkit.recipe_file import load_recipe
-from toolkit.recipe_metrics import Wandb
-from toolkit.runtime import comm_timer
-from toolkit.runtime.build import Site, build_engine
-from toolkit.runtime.clock import Clock, Lap, NoClock, make_clock
-from toolkit.runtime.counters import make_counters
-from toolkit.runtime.data import MicroBatch
-from toolkit.runtime.distributed import broadcast_object, current_world, host_group
-from toolkit.runtime.engine import ReplicaEngine
-from toolkit.runtime.event_sink import EventSink
-from toolkit.runtime.groups import call_on_ranks, first_failure
-from toolkit.runtime.memory_meter import MemoryMeter
-from toolkit.runtime.metrics import JsonlSink, Recorder, Sink
-from toolkit.runtime.step_meter import StepMeter
-from toolkit.runtime.tensorboard_sink import TensorboardSink
-from toolkit.runtime.trace import Tracer
-from toolkit.runtime.trainer import Observer, SpikeGuard
-from toolkit.runtime.wandb_sink import WandbSink
-from toolkit.schedule import make_schedule
+from toolkit.plans.deepspeed_config import deepspeed_config
+from toolkit.plans.plan import Plan
+from toolkit.recipe.batch_ramp import Batches
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.metrics_sections import Wandb
+from toolkit.recipe.sections import Train
+from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.distributed.process_group import broadcast_object, current_world, host_group
+from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.loop import Observer, SpikeGuard
+from toolkit.runtime.machine.counters import make_counters
+from toolkit.runtime.metrics import comm_timer
+from toolkit.runtime.metrics.memory import MemoryMeter
+from toolkit.runtime.metrics.record import JsonlSink, Recorder, Sink
+from toolkit.runtime.metrics.step_breakdown import StepMeter
+from toolkit.runtime.metrics.step_clock import Clock, Lap, NoClock, make_clock
+from toolkit.runtime.metrics.trace import Tracer
+from toolkit.runtime.sinks.events import EventSink
+from toolkit.runtime.sinks.tensorboard import TensorboardSink
+from toolkit.runtime.sinks.wandb import WandbSink
+from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
 PROCESSES = 2

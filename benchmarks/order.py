@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.runtime.ordered import STRATEGIES, WORLDS, missed_and_repeated, steps_of, stopping_at, strategy
-from toolkit import launch
+from tests.helpers.recorded_order import STRATEGIES, WORLDS, missed_and_repeated, steps_of, stopping_at, strategy
 from toolkit.errors import Preempted
-from toolkit.recipe_file import make_recipe
-from toolkit.resolve import resolve
-from toolkit.run_dir import RunDir
-from toolkit.runtime.pool import run_warm
+from toolkit.launching import launchers
+from toolkit.recipe.file import make_recipe
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision.warm_pool import run_warm
+from toolkit.sessions.resolve import resolve
 
 EPOCHS = 2
 MODEL = {
@@ -52,7 +52,7 @@ class Job:
             "metrics": {"console": False, "sample_ids": True, "wandb": {"mode": "disabled"}},
         }
         done = resolve(make_recipe(mapping, [strategy(name, world)]), world).write(directory)
-        codes = run_warm(launch.commands("local", done.path, world, "cpu"), stopping_at(stop) if stop else None)
+        codes = run_warm(launchers.commands("local", done.path, world, "cpu"), stopping_at(stop) if stop else None)
         if set(codes) != {Preempted.exit_code if stop else 0}:
             raise SystemExit(f"{name} with {world} processes ended with {codes}; see {done.path}/logs")
         return done

@@ -9,8 +9,8 @@ import time
 
 import numpy as np
 
-from toolkit.runtime.documents import Documents
-from toolkit.runtime.packing import BestFit, cut
+from toolkit.runtime.corpus.token_documents import Documents
+from toolkit.runtime.data.packing import BestFit, cut
 
 SEQ_LEN, DOCUMENTS, MEDIAN, SIGMA, REPEATS = 2048, 10_000, 350, 1.0, 5
 

@@ -17,15 +17,15 @@ import torch
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from toolkit.deepspeed_config import deepspeed_config
-from toolkit.plan import Plan
-from toolkit.recipe import Train
-from toolkit.recipe_file import load_recipe
-from toolkit.runtime.build import Site, build_engine
-from toolkit.runtime.data import MicroBatch
-from toolkit.runtime.distributed import current_world, gather_objects
-from toolkit.runtime.groups import call_on_ranks, first_failure
-from toolkit.schedule import make_schedule
+from toolkit.plans.deepspeed_config import deepspeed_config
+from toolkit.plans.plan import Plan
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.sections import Train
+from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.distributed.process_group import current_world, gather_objects
+from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
 

@@ -23,17 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import strategies  # noqa: E402
-from toolkit import launch  # noqa: E402
-from toolkit.job import make_job  # noqa: E402
-from toolkit.parity import runner  # noqa: E402
-from toolkit.plan import AXES  # noqa: E402
-from toolkit.planner import OBJECTIVES, Decision, Option, Search  # noqa: E402
-from toolkit.probe_file import cluster_yaml  # noqa: E402
-from toolkit.recipe import Recipe, Strategy  # noqa: E402
-from toolkit.recipe_file import load_recipe  # noqa: E402
-from toolkit.recipe_metrics import Metrics, Wandb  # noqa: E402
-from toolkit.resolve import Resolved  # noqa: E402
-from toolkit.validate import spearman  # noqa: E402
+from toolkit.cost.probe_fit import cluster_yaml  # noqa: E402
+from toolkit.cost.validation import spearman  # noqa: E402
+from toolkit.launching import launchers  # noqa: E402
+from toolkit.planner.search import OBJECTIVES, Decision, Option, Search  # noqa: E402
+from toolkit.plans.job import make_job  # noqa: E402
+from toolkit.plans.plan import AXES  # noqa: E402
+from toolkit.recipe.file import load_recipe  # noqa: E402
+from toolkit.recipe.metrics_sections import Metrics, Wandb  # noqa: E402
+from toolkit.recipe.sections import Recipe, Strategy  # noqa: E402
+from toolkit.sessions.parity import runner  # noqa: E402
+from toolkit.sessions.resolve import Resolved  # noqa: E402
 
 MIB = 2**20
 SETTLED = 3
@@ -46,7 +46,7 @@ def probe(nproc: int, path: Path) -> None:
     """Measure the machine into a cluster file."""
     import os
 
-    from toolkit.runtime.probe import measure
+    from toolkit.runtime.machine.probe import measure
 
     found = measure(nproc, lambda what, done, total: print(f"\rprobe {done}/{total} {what:30s}", end="", flush=True))
     print()
@@ -75,7 +75,7 @@ def measured(resolved: Resolved, option: Option, steps: int) -> dict[str, float]
     order = replace(resolved, recipe=recipe, decision=replace(resolved.decision, chosen=option))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         run = order.write(Path(folder) / "run")
-        codes = runner("cpu")(launch.commands("local", run.path, option.plan.devices, "cpu"))
+        codes = runner("cpu")(launchers.commands("local", run.path, option.plan.devices, "cpu"))
         if any(codes):
             raise RuntimeError(f"{option.plan.describe()} failed: {run.log(0).read_text()[-1500:]}")
         records = [json.loads(line) for line in run.metrics.read_text().splitlines()]

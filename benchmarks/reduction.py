@@ -21,12 +21,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.runtime import slow_link  # noqa: E402
-from toolkit import launch  # noqa: E402
-from toolkit.recipe_file import load_recipe  # noqa: E402
-from toolkit.resolve import resolve  # noqa: E402
-from toolkit.runtime.pool import enter_worker, run_warm  # noqa: E402
-from toolkit.trajectory import largest_difference  # noqa: E402
+from tests.helpers import slow_link  # noqa: E402
+from toolkit.launching import launchers  # noqa: E402
+from toolkit.recipe.file import load_recipe  # noqa: E402
+from toolkit.run_dir.trajectory import largest_difference  # noqa: E402
+from toolkit.runtime.supervision.warm_pool import enter_worker, run_warm  # noqa: E402
+from toolkit.sessions.resolve import resolve  # noqa: E402
 
 HOSTS, EACH = 2, 2
 WAYS: dict[str, tuple[str, ...]] = {
@@ -72,9 +72,9 @@ def trained(steps: int, overrides: tuple[str, ...], mbit: int) -> tuple[int, lis
         commands = [
             command
             for host in range(HOSTS)
-            for command in launch.commands(
+            for command in launchers.commands(
                 "local", run.path, EACH, "cpu",
-                launch.Node(processes=EACH, port=29611, address=slow_link.address(0), index=host, count=HOSTS),
+                launchers.Node(processes=EACH, port=29611, address=slow_link.address(0), index=host, count=HOSTS),
             )
         ]  # fmt: skip
         codes = run_warm(commands, Enter(spaces))

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from toolkit.reports.page import render
 from toolkit.reports.reader import read_run
+from toolkit.reports.run_page import render
 
 PARTS = ("data", "forward", "backward", "grad_sync", "param_gather", "optimizer", "agree", "checkpoint", "other")
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from toolkit.launch import free_port
-from toolkit.recipe_file import load_recipe
-from toolkit.resolve import resolve
+from toolkit.launching.launchers import free_port
+from toolkit.recipe.file import load_recipe
+from toolkit.sessions.resolve import resolve
 
 SEQ_LEN, DOCUMENTS, MEDIAN, SIGMA, PROCESSES, GLOBAL_BATCH, WARM_UP = 256, 4000, 44, 1.0, 2, 16, 4
 PEERS = ("trainer", "trl", "trl-wrapped")
@@ -65,7 +65,7 @@ def main() -> None:
 
 def prepare(work: Path, steps: int) -> None:
     """Documents, a tokenizer of bytes, a recipe, and the DeepSpeed config that all use."""
-    from toolkit.runtime.tokenizer_training import train_tokenizer
+    from toolkit.runtime.corpus.train_bpe import train_tokenizer
 
     random = np.random.default_rng(0)
     lengths = np.maximum(2, random.lognormal(np.log(MEDIAN), SIGMA, DOCUMENTS)).astype(int)

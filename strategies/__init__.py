@@ -14,7 +14,7 @@ from strategies.pipeline import Pipeline
 from strategies.sequence_parallel import SequenceParallel
 from strategies.tensor_parallel import TensorParallel
 from strategies.zero import Zero
-from toolkit.plan import Job, Plan, Refusal
+from toolkit.plans.plan import Job, Plan, Refusal
 
 STRATEGIES: dict[str, Strategy] = {
     "data_parallel": DataParallel(),

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from toolkit import compat
-from toolkit.plan import Job, Plan, Refusal
-from toolkit.stages import pipeline_bounds
+from toolkit.plans import deepspeed_rules
+from toolkit.plans.pipeline_bounds import pipeline_bounds
+from toolkit.plans.plan import Job, Plan, Refusal
 
 Proposal = Plan | Refusal
 
@@ -117,7 +117,7 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
             **batches,
             **axes,
         )
-        reason = compat.refusal(plan, job)
+        reason = deepspeed_rules.refusal(plan, job)
         yield Refusal(strategy, reason, plan) if reason else plan
 
 

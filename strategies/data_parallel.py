@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from toolkit.plan import Job
+from toolkit.plans.plan import Job
 
 
 @dataclass(frozen=True)

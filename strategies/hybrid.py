@@ -9,8 +9,8 @@ from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from strategies.legal import pipeline_sizes, sequence_sizes, tensor_sizes
-from toolkit import compat
-from toolkit.plan import Job, Refusal
+from toolkit.plans import deepspeed_rules
+from toolkit.plans.plan import Job, Refusal
 
 WIDEST = 64
 """Devices that share a layer's work: beyond, exchanges outweigh what each device computes."""
@@ -47,4 +47,4 @@ class Hybrid:
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:
     """ZeRO stages to try; in a pipeline those that it runs with, unless the recipe asks for another."""
-    return compat.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+    return deepspeed_rules.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

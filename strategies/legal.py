@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strategies.base import divisors
-from toolkit.plan import Job, Refusal
-from toolkit.stages import bounds_fault
+from toolkit.plans.pipeline_bounds import bounds_fault
+from toolkit.plans.plan import Job, Refusal
 
 NODES_OF_TENSOR_PARALLEL = 2
 """Tensor parallelism across more nodes than this never pays."""

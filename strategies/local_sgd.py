@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, divisors, plans
-from toolkit.plan import Job, Refusal
+from toolkit.plans.plan import Job, Refusal
 
 LOCAL_STEPS = 50
 """Steps between two exchanges where the recipe says nothing: as in the DiLoCo paper's middle range."""

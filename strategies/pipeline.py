@@ -8,8 +8,8 @@ from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from strategies.legal import pipeline_sizes
-from toolkit import compat
-from toolkit.plan import Job, Refusal
+from toolkit.plans import deepspeed_rules
+from toolkit.plans.plan import Job, Refusal
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Pipeline:
             if isinstance(pp, Refusal):
                 yield pp
                 continue
-            stages = compat.pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            stages = deepspeed_rules.pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
             yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from strategies.legal import tensor_sizes
-from toolkit.plan import Job, Refusal
+from toolkit.plans.plan import Job, Refusal
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from toolkit.plan import OFFLOADS, ZERO_QUANTIZED, ZERO_VARIANTS, Job
+from toolkit.plans.plan import OFFLOADS, ZERO_QUANTIZED, ZERO_VARIANTS, Job
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
 
-from tests import launching_page
-from toolkit import launch
-from toolkit.recipe_file import make_recipe
-from toolkit.resolve import resolve
-from toolkit.run_dir import RunDir
-from toolkit.runtime.pool import Enter, run_warm
+from tests.helpers import launching_page
+from toolkit.launching import launchers
+from toolkit.recipe.file import make_recipe
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision.warm_pool import Enter, run_warm
+from toolkit.sessions.resolve import resolve
 
 TINY_LLAMA: dict[str, Any] = launching_page.RECIPE["model"]["config"]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
@@ -84,7 +84,7 @@ def launch_reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     directory = tmp_path_factory.mktemp("reference") / "run"
     resolved = resolve(make_recipe(launching_page.RECIPE, [f"train.steps={launching_page.STEPS}"]), 2)
     resolved.write(directory)
-    assert run_warm(launch.commands("local", directory, 2, "cpu")) == [0, 0]
+    assert run_warm(launchers.commands("local", directory, 2, "cpu")) == [0, 0]
     return launching_page.losses(RunDir(directory).metrics)
 
 
@@ -98,7 +98,7 @@ def train(recipe_mapping: dict[str, Any], tmp_path: Path) -> Trainer:
     ) -> Finished:
         resolved = resolve(make_recipe(recipe_mapping, overrides), nproc)
         directory = resolved.write(into or tmp_path / f"run-{next(count)}")
-        codes = run_warm(launch.commands("local", directory.path, nproc, "cpu"), enter)
+        codes = run_warm(launchers.commands("local", directory.path, nproc, "cpu"), enter)
         if check and any(codes):
             logs = "\n".join(path.read_text() for path in sorted(directory.path.glob("logs/*")))
             raise AssertionError(f"exit codes {codes}\n{logs[-4000:]}")

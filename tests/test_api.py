@@ -12,8 +12,8 @@ import torch
 import toolkit
 from toolkit import api
 from toolkit.errors import BadInput, LossNotFinite
-from toolkit.live_curve import curve, page, read_records
-from toolkit.plan import Plan
+from toolkit.plans.plan import Plan
+from toolkit.reports.live_curve import curve, page, read_records
 
 
 def test_plan_is_a_function_and_a_module(recipe_mapping: dict[str, Any]) -> None:

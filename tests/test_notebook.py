@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests import launching_page
+from tests.helpers import launching_page
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "recipes" / "notebooks" / "finetune.ipynb"

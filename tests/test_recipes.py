@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from toolkit import launch
 from toolkit.generate import with_prediction
-from toolkit.recipe_file import as_mapping, load_recipe, make_recipe
-from toolkit.resolve import resolve
-from toolkit.runtime.pool import run_warm
-from toolkit.tiny_recipe import tiny_twin
+from toolkit.launching import launchers
+from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
+from toolkit.runtime.supervision.warm_pool import run_warm
+from toolkit.sessions.resolve import resolve
+from toolkit.sessions.tiny_recipe import tiny_twin
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -50,7 +50,7 @@ def test_tiny_twins_train(path: Path, tmp_path: Path) -> None:
     assert (twin.data.format, twin.strategy.name) == (recipe.data.format, recipe.strategy.name)
     resolved = resolve(twin)
     run = resolved.write(tmp_path / "run")
-    codes = run_warm(launch.commands("local", run.path, resolved.chosen.plan.devices, "cpu"))
+    codes = run_warm(launchers.commands("local", run.path, resolved.chosen.plan.devices, "cpu"))
     assert not any(codes), "\n".join(log.read_text()[-3000:] for log in sorted(run.path.glob("logs/*")))
     losses = [json.loads(line)["loss"] for line in run.metrics.read_text().splitlines()]
     assert len(losses) == 4

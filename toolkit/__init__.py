@@ -7,14 +7,11 @@ In a notebook: `toolkit.plan(recipe)`, `toolkit.train(recipe, nproc=2)`, `toolki
 import importlib
 from typing import Any
 
-_MODULES = ("plan", "parity")
-_FUNCTIONS = ("train", "resume", "training_arguments", "deepspeed_plugin")
+_FUNCTIONS = ("plan", "train", "resume", "parity", "training_arguments", "deepspeed_plugin")
 
 
 def __getattr__(name: str) -> Any:
     """The notebook's functions, imported when they are used: `toolkit plan` starts without them."""
-    if name in _MODULES:
-        return importlib.import_module(f"toolkit.{name}")
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("toolkit.api"), name)
     raise AttributeError(f"module 'toolkit' has no attribute {name!r}")

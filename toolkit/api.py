@@ -11,19 +11,20 @@ from typing import Any
 
 from rich.console import Console
 
-from toolkit import heartbeat, launch, other_trainers
 from toolkit.commands.common import show_decision
-from toolkit.commands.session import start
 from toolkit.errors import LossNotFinite, Preempted, RankFailed, ToolkitError
-from toolkit.live_curve import LiveCurve, in_notebook
-from toolkit.parity import compare, reference
-from toolkit.plan import Plan
-from toolkit.preflight import check
-from toolkit.recipe import Recipe
-from toolkit.recipe_file import load_recipe, make_recipe
-from toolkit.resolve import Resolved, resolve
+from toolkit.launching import launchers, other_trainers
+from toolkit.plans.plan import Plan
+from toolkit.recipe.file import load_recipe, make_recipe
+from toolkit.recipe.sections import Recipe
+from toolkit.reports.live_curve import LiveCurve, in_notebook
 from toolkit.resources import find_recipe
-from toolkit.run_dir import RunDir, new_run_path
+from toolkit.run_dir import heartbeat
+from toolkit.run_dir.layout import RunDir, new_run_path
+from toolkit.sessions.parity import compare, reference
+from toolkit.sessions.preflight import check
+from toolkit.sessions.resolve import Resolved, resolve
+from toolkit.sessions.start import start
 
 RecipeLike = str | Path | Mapping[str, Any]
 
@@ -80,7 +81,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         from toolkit.commands.export import newest
-        from toolkit.runtime.export import export
+        from toolkit.runtime.checkpoint.export import export
 
         checkpoint = newest(self.path)
         out = self.path / "model" / checkpoint.name
@@ -96,7 +97,7 @@ def plan(recipe: RecipeLike, *overrides: str, nproc: int | None = None) -> Plann
 
 def train(recipe: RecipeLike, *overrides: str, nproc: int | None = None, run_dir: str | Path | None = None) -> Run:
     """Train in real worker processes; the loss curve is drawn in the cell. An interrupt ends every worker."""
-    checked = check(_read(recipe, overrides), launch.environment(), print)
+    checked = check(_read(recipe, overrides), launchers.environment(), print)
     path = Path(run_dir) if run_dir else new_run_path(checked.output, checked.name)
     return _run(checked, path, nproc, go_on=False)
 
@@ -111,7 +112,7 @@ def parity(
     recipe: RecipeLike, *overrides: str, nproc: int = 2, strategies: str = "all", steps: int = 10
 ) -> dict[str, Any]:
     """The recipe under each strategy against one process: what `toolkit parity --json` prints."""
-    checked = check(_read(recipe, overrides), launch.environment(), print)
+    checked = check(_read(recipe, overrides), launchers.environment(), print)
     expected = reference(checked, steps)
     outcomes = {o.name: o.to_json() for o in compare(checked, steps, nproc, strategies, expected)}
     return {"steps": steps, "reference": list(expected.loss), "strategies": outcomes}
@@ -141,7 +142,7 @@ def _prepare_devices(planned: Planned) -> bool:
     """Whether training runs on the CPU, where DeepSpeed would first compile what only inference uses."""
     on_cpu = planned.resolved.job.cluster.device.backend == "cpu"
     if on_cpu:
-        from toolkit.runtime.distributed import skip_inference_build
+        from toolkit.runtime.distributed.process_group import skip_inference_build
 
         skip_inference_build()
     return on_cpu

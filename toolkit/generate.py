@@ -7,14 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from toolkit.deepspeed_config import deepspeed_config
-from toolkit.launch import accelerate_config
-from toolkit.plan import Plan
-from toolkit.recipe import Train
-from toolkit.recipe_docs import recipe_keys
-from toolkit.recipe_file import load_recipe
-from toolkit.resolve import resolve
+from toolkit.launching.launchers import accelerate_config
+from toolkit.plans.deepspeed_config import deepspeed_config
+from toolkit.plans.plan import Plan
+from toolkit.recipe.documentation import recipe_keys
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.sections import Train
 from toolkit.resources import CONFIGS, RECIPES
+from toolkit.sessions.resolve import resolve
 
 PREDICTED = "# Predicted:"
 PARAMS = 8_030_261_248

@@ -17,22 +17,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toolkit import run_dir
-from toolkit.archipelago import goes_async
-from toolkit.cluster_reader import of_nodes
+from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launch import PARENT, adopt_slurm, free_port, nccl_settings
-from toolkit.membership import Membership
-from toolkit.preflight import check
-from toolkit.recipe import Recipe
-from toolkit.recipe_file import load_recipe
-from toolkit.resolve import Resolved, resolve
+from toolkit.launching.launchers import PARENT, adopt_slurm, free_port, nccl_settings
+from toolkit.launching.stop_signals import StopRequest
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
-from toolkit.run_dir import RunDir
-from toolkit.stop import StopRequest
+from toolkit.run_dir import layout
+from toolkit.run_dir.async_islands import goes_async
+from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.layout import RunDir
+from toolkit.sessions.preflight import check
+from toolkit.sessions.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
-    from toolkit.runtime.pulse import Pulse
+    from toolkit.runtime.supervision.heartbeat_thread import Pulse
 
 
 class Terminal:
@@ -68,7 +68,7 @@ class Rank:
 
     def settle(self, run: RunDir) -> Pulse:
         """From here on: output to the log, a heartbeat in the run directory."""
-        from toolkit.runtime.pulse import Pulse
+        from toolkit.runtime.supervision.heartbeat_thread import Pulse
 
         self.terminal.redirect(run.log(self.number))
         self.pulse = Pulse(run.heartbeats, self.number, self.terminal.err, self.parent)
@@ -130,23 +130,23 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
-    from toolkit.runtime import distributed
+    from toolkit.runtime.distributed import process_group
     from toolkit.runtime.run import Watched, run_rank
 
-    world = distributed.World.from_env(os.environ)
+    world = process_group.World.from_env(os.environ)
     _choose_interface()
     if resolved is None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
-        _choose_algorithm(run_dir.read(run).recipe)
-        distributed.join(world)
+        _choose_algorithm(layout.read(run).recipe)
+        process_group.join(world)
     else:
         _choose_algorithm(resolved.recipe)
-        distributed.join(world)
+        process_group.join(world)
         run = _prepare(resolved, args.run_dir, world.rank)
         pulse = rank.settle(run)
     run_rank(
-        run_dir.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
+        layout.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
     )
 
 
@@ -161,7 +161,7 @@ def _resolve(recipe: Recipe) -> Resolved:
 
 def _choose_interface() -> None:
     """gloo would listen where the host's own name leads to, often loopback: take the way to the first host."""
-    from toolkit.runtime.network import interface_towards
+    from toolkit.runtime.machine.network_interface import interface_towards
 
     name = interface_towards(os.environ["MASTER_ADDR"])
     if name is not None:
@@ -175,16 +175,16 @@ def _choose_algorithm(recipe: Recipe) -> None:
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:
     """Rank 0 makes the run directory; all ranks use it, or fail alike."""
-    from toolkit.runtime import distributed
+    from toolkit.runtime.distributed import process_group
 
     outcome: Path | BadInput | None = None
     if rank == 0:
         try:
-            outcome = wanted or run_dir.new_run_path(resolved.recipe.output, resolved.recipe.name)
+            outcome = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
             resolved.write(outcome)
         except BadInput as error:
             outcome = error
-    outcome = distributed.broadcast_object(outcome)
+    outcome = process_group.broadcast_object(outcome)
     if isinstance(outcome, BadInput):
         raise outcome
     assert outcome is not None

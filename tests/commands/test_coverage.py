@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.cli import main
 from toolkit.commands.coverage import markdown
-from toolkit.runtime.coverage import Result
+from toolkit.runtime.proofs.coverage import Result
 
 OK = Result(status="ok", loss_difference=1e-7, norm_difference=2e-7)
 ROWS = {

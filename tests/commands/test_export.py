@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.conftest import TINY_LLAMA, Trainer
-from toolkit import checkpoint_store as store
 from toolkit import cli
-from toolkit.runtime.checkpoint_reader import Reader
+from toolkit.checkpoints import store
+from toolkit.runtime.checkpoint.reader import Reader
 
 SAVE = ("train.steps=2", "checkpoint.every=2")
 

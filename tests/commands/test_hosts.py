@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests import launching_page
 from tests.conftest import Trainer
-from tests.hosts import Hosts, why_not
-from tests.runtime.slow_link import move_into
-from toolkit import heartbeat
-from toolkit.recipe_file import dump_recipe, load_recipe
-from toolkit.runtime.host_agent import SILENCE_SECONDS
-from toolkit.runtime.pool import enter_worker
+from tests.helpers import launching_page
+from tests.helpers.hosts import Hosts, why_not
+from tests.helpers.slow_link import move_into
+from toolkit.recipe.file import dump_recipe, load_recipe
+from toolkit.run_dir import heartbeat
+from toolkit.runtime.hosts.agent import SILENCE_SECONDS
+from toolkit.runtime.supervision.warm_pool import enter_worker
 
 reason = why_not()
 pytestmark = pytest.mark.skipif(bool(reason), reason=reason)

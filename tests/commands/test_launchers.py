@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import launching_page
+from tests.helpers import launching_page
 from toolkit.cli import main
 
 BIN = Path(sys.executable).parent

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from toolkit import parity
 from toolkit.cli import main
 from toolkit.errors import BadInput
+from toolkit.sessions import parity
 
 
 @pytest.fixture

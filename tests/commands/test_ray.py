@@ -17,12 +17,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group
 
-from tests import launching_page
-from toolkit import heartbeat
+from tests.helpers import launching_page
 from toolkit.cli import main
+from toolkit.clusters.ray_nodes import RayNode, section_of
 from toolkit.errors import BadInput
-from toolkit.ray_shape import RayNode, section_of
-from toolkit.runtime import ray_cluster
+from toolkit.run_dir import heartbeat
+from toolkit.runtime.hosts import ray_cluster
 
 TOOLKIT = [sys.executable, "-m", "toolkit.cli"]
 SECRET = "planted-5e0d13"  # noqa: S105

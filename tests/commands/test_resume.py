@@ -16,13 +16,13 @@ import pytest
 import torch
 import yaml
 
-from tests.runtime.suicidal import scale_losses
-from toolkit import checkpoint_store as store
+from tests.helpers.self_killing import scale_losses
 from toolkit import cli
-from toolkit.launch import Command
-from toolkit.run_dir import RunDir
-from toolkit.runtime import supervise
-from toolkit.runtime.pool import Enter, WarmProcess, enter_worker
+from toolkit.checkpoints import store
+from toolkit.launching.launchers import Command
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision import supervise
+from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess, enter_worker
 
 SAVE = ("checkpoint.every=2", "train.steps=4")
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import launching_page
-from tests.slurm import Slurm, why_not
-from toolkit import heartbeat
-from toolkit.recipe_file import dump_recipe, make_recipe
+from tests.helpers import launching_page
+from tests.helpers.slurm import Slurm, why_not
+from toolkit.recipe.file import dump_recipe, make_recipe
+from toolkit.run_dir import heartbeat
 
 reason = why_not()
 pytestmark = pytest.mark.skipif(bool(reason), reason=reason)

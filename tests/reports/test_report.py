@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.toolkit.browser import dom
+from tests.helpers.browser import dom
 from toolkit.cli import main
 from toolkit.errors import BadInput
-from toolkit.reports.page import render
+from toolkit.reports.downsample import POINTS, extremes, means
 from toolkit.reports.reader import read_run
-from toolkit.reports.sampling import POINTS, extremes, means
+from toolkit.reports.run_page import render
 
 PARTS = {"data": 0.001, "forward": 0.03, "backward": 0.05, "grad_sync": 0.015, "optimizer": 0.003, "other": 0.001}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Trainer
-from toolkit import checkpoint_store as store
-from toolkit.parity import largest_difference
+from toolkit.checkpoints import store
+from toolkit.sessions.parity import largest_difference
 
 RAMP = (
     "train.steps=7",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.parallel import ONE, SGD, assert_same, model, run
-from toolkit.plan import Plan
+from tests.helpers.parallel import ONE, SGD, assert_same, model, run
+from toolkit.plans.plan import Plan
 
 
 @pytest.mark.parametrize(("kind", "stage", "dp"), [("gpt2", 0, 1), ("llama", 1, 2)])

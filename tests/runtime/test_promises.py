@@ -7,9 +7,9 @@ from functools import cache
 
 import pytest
 
-from tests.runtime.parallel import ONE, assert_same, model, run
-from toolkit.plan import Plan
-from toolkit.trajectory import Trajectory, largest_difference
+from tests.helpers.parallel import ONE, assert_same, model, run
+from toolkit.plans.plan import Plan
+from toolkit.run_dir.trajectory import Trajectory, largest_difference
 
 PLANS = {
     "data_parallel": Plan(strategy="data_parallel", dp=2, micro_batch=2),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import Finished, Trainer
-from toolkit.parity import largest_difference
+from toolkit.sessions.parity import largest_difference
 
 LOSS, NORM = 1e-5, 1e-4
 

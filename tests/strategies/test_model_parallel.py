@@ -10,9 +10,9 @@ import yaml
 
 import strategies
 from toolkit.cli import main
-from toolkit.job import make_job
-from toolkit.plan import Plan
-from toolkit.recipe_file import make_recipe
+from toolkit.plans.job import make_job
+from toolkit.plans.plan import Plan
+from toolkit.recipe.file import make_recipe
 
 
 @pytest.fixture

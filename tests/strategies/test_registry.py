@@ -9,10 +9,10 @@ import pytest
 
 import strategies
 from strategies.base import divisors
-from toolkit import compat
-from toolkit.job import make_job
-from toolkit.plan import Job, Plan, Refusal
-from toolkit.recipe_file import make_recipe
+from toolkit.plans import deepspeed_rules
+from toolkit.plans.job import make_job
+from toolkit.plans.plan import Job, Plan, Refusal
+from toolkit.recipe.file import make_recipe
 
 
 def job(devices: int = 8, batch: int = 32, nodes: int = 1, **fixed: Any) -> Job:
@@ -48,7 +48,7 @@ def test_every_plan_uses_all_devices_and_makes_the_batch(name: str, devices: int
         assert plan.strategy == name
         assert plan.devices == devices
         assert plan.global_batch == batch
-        assert compat.refusal(plan, job(devices, batch)) is None
+        assert deepspeed_rules.refusal(plan, job(devices, batch)) is None
     assert len(set(proposals)) == len(proposals), "a plan is proposed twice"
 
 
@@ -89,13 +89,13 @@ def test_refusals_say_why(fixed: dict[str, Any], words: str) -> None:
 
 def test_mics_runs_where_the_version_has_it() -> None:
     plan = Plan(strategy="zero", dp=8, zero_stage=3, zero_group=4, zero_variant="mics", grad_accum=4)
-    assert compat.refusal(plan, job(8), (0, 19, 6)) is None
-    assert "removed" in str(compat.refusal(plan, job(8), (0, 19, 7)))
+    assert deepspeed_rules.refusal(plan, job(8), (0, 19, 6)) is None
+    assert "removed" in str(deepspeed_rules.refusal(plan, job(8), (0, 19, 7)))
 
 
 def test_versions_compare_as_numbers() -> None:
-    assert compat.parse_version("0.19.10+cu130") > compat.parse_version("0.19.8")
-    assert compat.parse_version("0.20") > compat.parse_version("0.19.10")
+    assert deepspeed_rules.parse_version("0.19.10+cu130") > deepspeed_rules.parse_version("0.19.8")
+    assert deepspeed_rules.parse_version("0.20") > deepspeed_rules.parse_version("0.19.10")
 
 
 def test_divisors() -> None:

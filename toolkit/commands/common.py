@@ -9,15 +9,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from toolkit.advice import bottleneck
-from toolkit.notes import notes
-from toolkit.plan import Refusal
-from toolkit.planner import Decision, Option
-from toolkit.recipe import Recipe
-from toolkit.recipe_file import as_mapping, load_recipe, make_recipe
-from toolkit.resolve import Resolved, apart
+from toolkit.planner.caveats import notes
+from toolkit.planner.explain import bottleneck
+from toolkit.planner.search import Decision, Option
+from toolkit.plans.plan import Refusal
+from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
-from toolkit.tiny_recipe import tiny_twin
+from toolkit.sessions.resolve import Resolved, apart
+from toolkit.sessions.tiny_recipe import tiny_twin
 
 GIB = 2**30
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from toolkit.errors import BadInput
-from toolkit.schema import nearest
+from toolkit.recipe.schema import nearest
 
 if TYPE_CHECKING:
-    from toolkit.runtime.coverage import Result
+    from toolkit.runtime.proofs.coverage import Result
 
 Rows = dict[str, dict[str, "Result"]]
 COLOURS = {"ok": "green", "refused": "yellow", "mismatch": "red", "untrainable": "dim"}
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if no type differs from one process; 1 if one does."""
-    from toolkit.runtime.coverage import Result, causal_types, cover
+    from toolkit.runtime.proofs.coverage import Result, causal_types, cover
 
     types = _wanted(args.types, causal_types())
     rows: Rows = {name: {case: Result(**result) for case, result in row.items()} for name, row in _cached(args.cache)}

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from toolkit import launch
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
-from toolkit.preflight import check
-from toolkit.recipe import Recipe
+from toolkit.launching import launchers
+from toolkit.recipe.sections import Recipe
+from toolkit.sessions.preflight import check
 
 if TYPE_CHECKING:
-    from toolkit.runtime.loaded import Loaded
+    from toolkit.runtime.data.dataset import Loaded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show what a run of the recipe would train on."""
     console = Console(stderr=args.json)
-    recipe = check(read_recipe(args), launch.environment(), console.print)
+    recipe = check(read_recipe(args), launchers.environment(), console.print)
     with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
-        from toolkit.runtime.load import load_data
-        from toolkit.runtime.takes import takes
+        from toolkit.runtime.data.load import load_data
+        from toolkit.runtime.models.input_spec import takes
 
         loaded = load_data(recipe, takes(recipe.model), terminal=console.file)
     steps = step_ids(recipe, loaded, args.steps, args.world)
@@ -64,7 +64,7 @@ def summary(loaded: Loaded) -> dict[str, Any]:
 
 def step_ids(recipe: Recipe, loaded: Loaded, steps: int, world: int | None) -> list[dict[str, Any]]:
     """Sample ids of the first steps, the same for every world size; with a world also each replica's."""
-    from toolkit.runtime.order import PAST_END, own_share
+    from toolkit.runtime.data.sample_order import PAST_END, own_share
 
     order = loaded.order(recipe, recipe.train.global_batch)
     last = order.batches.steps_for(order.total) if order.total is not None else recipe.train.steps
@@ -98,7 +98,7 @@ def _show_sample(console: Console, loaded: Loaded, number: int) -> None:
     """One sample as text: what the loss counts is bright, the rest is dim."""
     import numpy as np
 
-    from toolkit.runtime.data import IGNORE
+    from toolkit.runtime.data.samples_protocol import IGNORE
 
     micro = loaded.train.batch(np.array([number]))
     counted = micro.counted

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit import launch
-from toolkit.doctor import ALL, Finding, Site, examine
 from toolkit.errors import BadInput
+from toolkit.launching import launchers
+from toolkit.launching.machine_checks import ALL, Finding, Site, examine
 
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing is in the way, 1 if something must be fixed."""
-    site = Site(args.output, launch.environment(), read_hosts(args.hostfile) if args.hostfile else ())
+    site = Site(args.output, launchers.environment(), read_hosts(args.hostfile) if args.hostfile else ())
     findings = examine(site, ALL)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.commands.common import add_recipe_arguments, read_recipe
-from toolkit.emit import IMAGE, TARGETS, Emission, files, fixed_recipe
 from toolkit.errors import BadInput
-from toolkit.resolve import resolve
-from toolkit.schema import show
+from toolkit.launching.launch_files import IMAGE, TARGETS, Emission, files, fixed_recipe
+from toolkit.recipe.schema import show
+from toolkit.sessions.resolve import resolve
 
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?")
 

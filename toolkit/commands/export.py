@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit import checkpoint_store as store
-from toolkit.checkpoint_format import MANIFEST
+from toolkit.checkpoints import store
+from toolkit.checkpoints.format import MANIFEST
 from toolkit.errors import BadInput
-from toolkit.run_dir import RunDir
+from toolkit.run_dir.layout import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the directory."""
     checkpoint = newest(args.checkpoint)
-    from toolkit.runtime.export import export
+    from toolkit.runtime.checkpoint.export import export
 
     recipe = export(checkpoint, args.out, merge=args.merge, trust_remote_code=args.trust_remote_code)
     print(f"{checkpoint} → {args.out} ({recipe.model.precision})")

@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.recipe_docs import recipe_keys
+from toolkit.recipe.documentation import recipe_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

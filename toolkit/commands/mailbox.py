@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until it is asked to stop. What it holds is lost then; islands go on from their checkpoints."""
-    from toolkit.runtime.mailbox import serve
+    from toolkit.runtime.islands.async_store import serve
 
     try:
         store = serve(args.bind, args.port)

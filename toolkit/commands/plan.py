@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
-from toolkit.plan_page import render
-from toolkit.recipe_file import dump_recipe
-from toolkit.resolve import resolve
+from toolkit.recipe.file import dump_recipe
+from toolkit.reports.plan_page import render
+from toolkit.sessions.resolve import resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

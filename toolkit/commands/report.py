@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.errors import BadInput
-from toolkit.launch import environment
-from toolkit.redact import secrets_in
+from toolkit.launching.launchers import environment
+from toolkit.secrets import secrets_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Show the report, or write the page."""
-    from toolkit.reports.page import render
     from toolkit.reports.reader import read_run
+    from toolkit.reports.run_page import render
     from toolkit.reports.terminal import show
 
     runs = [read_run(path) for path in args.run_dirs]

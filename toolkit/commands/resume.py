@@ -9,17 +9,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit import launch
-from toolkit.commands import on_ray
 from toolkit.commands.common import positive, show_decision
-from toolkit.commands.hosts import add_host_arguments, on_hosts, read_hosts
-from toolkit.commands.islands import add_island_arguments, read_part
-from toolkit.commands.session import add_restart_argument, start
 from toolkit.errors import BadInput
-from toolkit.preflight import check
-from toolkit.recipe_file import load_recipe
-from toolkit.resolve import resolve
-from toolkit.run_dir import RunDir
+from toolkit.launching import launchers
+from toolkit.recipe.file import load_recipe
+from toolkit.run_dir.layout import RunDir
+from toolkit.sessions import ray
+from toolkit.sessions.async_islands import add_island_arguments, read_part
+from toolkit.sessions.hosts import add_host_arguments, on_hosts, read_hosts
+from toolkit.sessions.preflight import check
+from toolkit.sessions.resolve import resolve
+from toolkit.sessions.start import add_restart_argument, start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change, parsed as YAML")
     parser.add_argument("--nproc", type=positive, metavar="N", help="processes; default: as many as before")
     parser.add_argument(
-        "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
+        "--launcher",
+        choices=launchers.LAUNCHERS,
+        default="local",
+        help="who starts the workers (default: toolkit itself)",
     )
     add_host_arguments(parser)
     add_restart_argument(parser)
@@ -42,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(str(args.run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
     console = Console()
     recipe = load_recipe(directory.recipe, ["checkpoint.resume=auto", *args.overrides])
-    recipe = check(recipe, launch.environment(), console.print)
+    recipe = check(recipe, launchers.environment(), console.print)
     hosts = read_hosts(args)
     if hosts:
         recipe = on_hosts(replace(recipe, cluster="auto"), hosts)
     nproc = None if hosts else args.nproc or _devices(directory)
-    if args.launcher == on_ray.LAUNCHER:
+    if args.launcher == ray.LAUNCHER:
         if not any(override.startswith("cluster") for override in args.overrides):
             recipe = replace(recipe, cluster="auto")
-        recipe = on_ray.on_ray(recipe, nproc, hosts)
+        recipe = ray.on_ray(recipe, nproc, hosts)
     if recipe.checkpoint.resume != "auto":
         raise BadInput("checkpoint.resume", f"{recipe.checkpoint.resume!r} given; `toolkit resume` goes on by `auto`")
     resolved = resolve(recipe, nproc)

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and what the model makes of it."""
     checkpoint = newest(args.run)
     with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
-        from toolkit.runtime.sample import sample
+        from toolkit.runtime.generate_text import sample
 
         text = sample(
             checkpoint,

@@ -15,11 +15,11 @@ from rich.table import Table
 import strategies
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
-from toolkit.job import make_job
-from toolkit.noise_scale import advice
-from toolkit.plan_page import fill
-from toolkit.run_dir import RunDir
-from toolkit.scale import parse_devices, scaling
+from toolkit.plans.job import make_job
+from toolkit.plans.noise_scale import advice
+from toolkit.reports.plan_page import fill
+from toolkit.run_dir.layout import RunDir
+from toolkit.sessions.scaling import parse_devices, scaling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

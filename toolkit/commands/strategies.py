@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 import strategies
-from toolkit.hardware import DEVICES
+from toolkit.clusters.devices import DEVICES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,23 +9,26 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit import launch
-from toolkit.commands import on_ray
 from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
-from toolkit.commands.hosts import add_host_arguments, check_launcher, on_hosts, planned_commands, read_hosts
-from toolkit.commands.islands import add_island_arguments, read_part
-from toolkit.commands.session import add_restart_argument, start
-from toolkit.preflight import check, prove
-from toolkit.recipe_file import dump_recipe
-from toolkit.resolve import Resolved, proven, resolve
-from toolkit.run_dir import new_run_path
+from toolkit.launching import launchers
+from toolkit.recipe.file import dump_recipe
+from toolkit.run_dir.layout import new_run_path
+from toolkit.sessions import ray
+from toolkit.sessions.async_islands import add_island_arguments, read_part
+from toolkit.sessions.hosts import add_host_arguments, check_launcher, on_hosts, planned_commands, read_hosts
+from toolkit.sessions.preflight import check, prove
+from toolkit.sessions.resolve import Resolved, proven, resolve
+from toolkit.sessions.start import add_restart_argument, start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     add_recipe_arguments(parser)
     parser.add_argument(
-        "--launcher", choices=launch.LAUNCHERS, default="local", help="who starts the workers (default: toolkit itself)"
+        "--launcher",
+        choices=launchers.LAUNCHERS,
+        default="local",
+        help="who starts the workers (default: toolkit itself)",
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: OUTPUT/NAME-TIME")
     add_host_arguments(parser)
@@ -38,11 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile."""
-    console, env = Console(), launch.environment()
+    console, env = Console(), launchers.environment()
     hosts, part = read_hosts(args), read_part(args)
     recipe = on_hosts(check(read_recipe(args), env, console.print), hosts)
-    if args.launcher == on_ray.LAUNCHER:
-        recipe = on_ray.on_ray(recipe, args.nproc, hosts)
+    if args.launcher == ray.LAUNCHER:
+        recipe = ray.on_ray(recipe, args.nproc, hosts)
     resolved = resolve(recipe, args.nproc)
     if resolved.decision.chosen is not None:
         check_launcher(args.launcher, resolved.chosen.plan)
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts, hosts=hosts, part=part)
 
 
-def _dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launch.Command]], console: Console) -> int:
+def _dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launchers.Command]], console: Console) -> int:
     console.rule("recipe")
     console.print(dump_recipe(resolved.recipe), markup=False, highlight=False)
     console.rule("plan")

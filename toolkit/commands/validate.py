@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from toolkit.validate import validate
+from toolkit.cost.validation import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

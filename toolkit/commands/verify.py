@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit import checkpoint_store as store
-from toolkit.checkpoint_format import INDEX, MANIFEST, faults, parse_index, read_manifest, read_small
+from toolkit.checkpoints import store
+from toolkit.checkpoints.format import INDEX, MANIFEST, faults, parse_index, read_manifest, read_small
 from toolkit.errors import BadInput, Problem
-from toolkit.run_dir import RunDir
+from toolkit.run_dir.layout import RunDir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from toolkit.comparison import Row, compare
-from toolkit.parts import MEMORY
-from toolkit.redact import redact
 from toolkit.reports.reader import Run, settled
+from toolkit.run_dir.predicted_vs_measured import Row, compare
+from toolkit.run_dir.step_parts import MEMORY
+from toolkit.secrets import redact
 
 GIB = 2**30
 MIB = 2**20

@@ -14,9 +14,9 @@ import pyarrow.compute
 import pyarrow.json
 
 from toolkit.errors import BadInput
-from toolkit.parts import PARTS
-from toolkit.reports.sampling import extremes
-from toolkit.run_dir import RunDir
+from toolkit.reports.downsample import extremes
+from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.step_parts import PARTS
 
 Column = np.ndarray
 SCALARS = (

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from toolkit.parts import PARTS
 from toolkit.reports import figures
 from toolkit.reports.figures import milliseconds, size
 from toolkit.reports.reader import Run
+from toolkit.run_dir.step_parts import PARTS
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDTH = 60

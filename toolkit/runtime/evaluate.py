@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from toolkit import checkpoint_store as store
-from toolkit.recipe import Recipe
-from toolkit.run_dir import RunDir
-from toolkit.runtime.checkpoint import Saver
-from toolkit.runtime.clock import part
-from toolkit.runtime.comm_timer import CommTimer
-from toolkit.runtime.data import Samples
-from toolkit.runtime.engine import Engine, Sums
-from toolkit.runtime.keeper import CheckpointKeeper, Moving
-from toolkit.runtime.metrics import Recorder, keep_until
-from toolkit.runtime.order import PAST_END
-from toolkit.runtime.prefetch import Share, global_batch
-from toolkit.runtime.trainer import Keeper
-from toolkit.runtime.wandb_sink import WandbSink
+from toolkit.checkpoints import store
+from toolkit.recipe.sections import Recipe
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.between_steps import CheckpointKeeper, Moving
+from toolkit.runtime.checkpoint.saver import Saver
+from toolkit.runtime.data.prefetch import Share, global_batch
+from toolkit.runtime.data.sample_order import PAST_END
+from toolkit.runtime.data.samples_protocol import Samples
+from toolkit.runtime.engine.replica import Engine, Sums
+from toolkit.runtime.loop import Keeper
+from toolkit.runtime.metrics.comm_timer import CommTimer
+from toolkit.runtime.metrics.record import Recorder, keep_until
+from toolkit.runtime.metrics.step_clock import part
+from toolkit.runtime.sinks.wandb import WandbSink
 
 
 @dataclass(kw_only=True)

@@ -8,42 +8,43 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
-from toolkit.comparison import compare_memory
 from toolkit.errors import LossNotFinite, Preempted
-from toolkit.membership import Membership
-from toolkit.noise_scale import NoiseScale
-from toolkit.recipe import Recipe
-from toolkit.run_dir import Order as RunOrder
-from toolkit.run_dir import RunDir
-from toolkit.runtime import checkpoint, comm_timer
-from toolkit.runtime.build import Site, build_engine
-from toolkit.runtime.clock import Clock, NoClock, make_clock
-from toolkit.runtime.comm_timer import CommTimer
-from toolkit.runtime.counters import make_counters
-from toolkit.runtime.data import Samples
-from toolkit.runtime.distributed import World, gather_objects, host_group
-from toolkit.runtime.engine import Engine
+from toolkit.launching.stop_signals import StopRequest
+from toolkit.plans.noise_scale import NoiseScale
+from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.sections import Recipe
+from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.layout import Order as RunOrder
+from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.predicted_vs_measured import compare_memory
+from toolkit.runtime.between_steps import CheckpointKeeper, Moving, RoundKeeper
+from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.checkpoint import saver as checkpoint
+from toolkit.runtime.data.load import load_data
+from toolkit.runtime.data.prefetch import Share
+from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.samples_protocol import Samples
+from toolkit.runtime.data.streaming import Streamed
+from toolkit.runtime.data.taken import taken
+from toolkit.runtime.distributed.process_group import World, gather_objects, host_group
+from toolkit.runtime.distributed.rank_zero_first import Ranks
+from toolkit.runtime.engine.replica import Engine
 from toolkit.runtime.evaluate import EvaluatingKeeper, make_evaluator
-from toolkit.runtime.keeper import CheckpointKeeper, Moving, RoundKeeper
-from toolkit.runtime.load import load_data
-from toolkit.runtime.member import Member, Waits
-from toolkit.runtime.memory_meter import MemoryMeter
-from toolkit.runtime.metrics import Recorder, keep_until
-from toolkit.runtime.order import Order
-from toolkit.runtime.prefetch import Share
-from toolkit.runtime.recording import load_own, make_sinks, sink_info
-from toolkit.runtime.rewind import Rewind
-from toolkit.runtime.step_meter import StepMeter
-from toolkit.runtime.streaming import Streamed
-from toolkit.runtime.summary import Averages
-from toolkit.runtime.taken import taken
-from toolkit.runtime.takes import takes
-from toolkit.runtime.together import Ranks
-from toolkit.runtime.trace import Tracer
-from toolkit.runtime.trace import report as trace_report
-from toolkit.runtime.trainer import Observer, Spike, SpikeGuard, train
-from toolkit.schedule import make_schedule
-from toolkit.stop import StopRequest
+from toolkit.runtime.islands.async_engine import Member, Waits
+from toolkit.runtime.loop import Observer, Spike, SpikeGuard, train
+from toolkit.runtime.machine.counters import make_counters
+from toolkit.runtime.metrics import comm_timer
+from toolkit.runtime.metrics.comm_timer import CommTimer
+from toolkit.runtime.metrics.memory import MemoryMeter
+from toolkit.runtime.metrics.record import Recorder, keep_until
+from toolkit.runtime.metrics.step_breakdown import StepMeter
+from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
+from toolkit.runtime.metrics.summary import Averages
+from toolkit.runtime.metrics.trace import Tracer
+from toolkit.runtime.metrics.trace import report as trace_report
+from toolkit.runtime.models.input_spec import takes
+from toolkit.runtime.sinks.build import load_own, make_sinks, sink_info
+from toolkit.runtime.spike_rewind import Rewind
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""The doctor finds what is planted, and says how to fix it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from toolkit import cli
+from toolkit.launching import machine_checks
+from toolkit.launching.machine_checks import Site, examine
+
+
+def site(tmp_path: Path, **env: str) -> Site:
+    return Site(tmp_path / "runs" / "not-made-yet", {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), **env})
+
+
+def test_a_machine_that_trains_has_no_errors(tmp_path: Path) -> None:
+    findings = examine(site(tmp_path))
+    assert [finding for finding in findings if finding.level == "error"] == []
+    assert {f.check for f in findings} >= {
+        "versions",
+        "build locks",
+        "shared memory",
+        "limits",
+        "ports",
+        "disk",
+        "write speed",
+    }
+
+
+def test_a_stale_lock_of_a_build_is_found(tmp_path: Path) -> None:
+    lock = tmp_path / "ext" / "py311_cpu" / "shm_comm" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    assert examine(site(tmp_path), (machine_checks.stale_locks,))[0].level == "ok", "a build may be under way"
+    os.utime(lock, (time.time() - 3600, time.time() - 3600))
+    found = examine(site(tmp_path), (machine_checks.stale_locks,))[0]
+    assert (found.level, found.fix) == ("error", f"rm {lock}")
+
+
+def test_an_old_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "0.1")
+    found = examine(site(tmp_path), (machine_checks.versions,))
+    assert [finding.level for finding in found] == ["error"] * 3
+    assert "CVE-2026-4372" in found[1].what
+
+
+def test_a_host_that_does_not_answer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("# two hosts\n127.0.0.254.invalid slots=2\n")
+    assert cli.main(["doctor", "--output", str(tmp_path), "--hostfile", str(hostfile)]) == 1
+    out = capsys.readouterr().out
+    assert "127.0.0.254.invalid does not answer" in out
+    assert "fix:" in out
+
+
+def test_hidden_devices_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0"), Path("/dev/nvidia1")]))
+    found = examine(site(tmp_path, CUDA_VISIBLE_DEVICES="0"), (machine_checks.devices,))[0]
+    assert found.level == "warning"
+    assert "unset CUDA_VISIBLE_DEVICES" in found.fix

@@ -1,0 +1,81 @@
+"""Every way to name a model's config, and what a person reads when it fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.errors import BadInput
+from toolkit.models.config_files import LARGEST_BYTES, load_model_config
+
+MODELS = Path(__file__).parents[2] / "configs" / "models"
+
+
+def message(path: str) -> str:
+    with pytest.raises(BadInput) as raised:
+        load_model_config(path, models_dir=MODELS)
+    return str(raised.value)
+
+
+def test_directory_and_file(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_model_config(str(tmp_path), models_dir=MODELS) == config
+    assert load_model_config(str(tmp_path / "config.json"), models_dir=MODELS) == config
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "QWEN3-8B", "Qwen/Qwen3-8B", "qwen/qwen3-8b"])
+def test_bundled_by_file_name_and_hub_id(name: str) -> None:
+    assert load_model_config(name, models_dir=MODELS)["_hub_id"] == "Qwen/Qwen3-8B"
+
+
+def test_hub_ids_are_unique() -> None:
+    named = [json.loads(file.read_text()).get("_hub_id") for file in MODELS.glob("*.json")]
+    given = [name for name in named if name]
+    assert len(given) == len(set(given)) >= 30
+
+
+def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(tmp_path / file))
+    assert load_model_config("someone/some-model", models_dir=MODELS) == {"model_type": "gpt2"}
+
+
+def test_hub_failure_says_what_was_tried_and_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, file: str) -> str:
+        raise ConnectionError("no route to host\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    text = message("someone/some-model")
+    assert "\n" not in text
+    for part in ("someone/some-model", "configs/models", "hub", "no route to host", "local directory", "model.config"):
+        assert part in text
+
+
+def test_name_that_can_not_be_a_hub_id() -> None:
+    assert "not a name !!" in message("not a name !!")
+
+
+@pytest.mark.parametrize("path", ["", "  ", "a\0b", "x" * 5000])
+def test_path_that_is_none(path: str) -> None:
+    assert "model.path" in message(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3", "\xff\xfe", "[" * 100_000])
+def test_broken_json(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(text.encode("latin-1"))
+    assert "config.json" in message(str(file))
+    assert "config.json" in message(str(tmp_path))
+
+
+def test_directory_without_config_and_missing_file(tmp_path: Path) -> None:
+    assert "can't be read" in message(str(tmp_path))
+    assert "can't be read" in message(str(tmp_path / "none.json"))
+
+
+def test_file_that_is_too_large(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b" " * (LARGEST_BYTES + 1))
+    assert "larger than" in message(str(tmp_path))

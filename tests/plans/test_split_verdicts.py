@@ -1,0 +1,42 @@
+"""Cached verdicts: kept by type, switches and axes, and heeded by planning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit.plans.plan import Plan, Refusal
+from toolkit.plans.split_verdicts import Axes, Proofs, Verdict, judged
+from toolkit.recipe.sections import Model
+
+AUTO = Model()
+LLAMA = {"model_type": "llama", "hidden_size": 64, "attention_bias": False}
+
+
+def test_a_verdict_is_found_again_and_does_not_depend_on_sizes(tmp_path: Path) -> None:
+    proofs, axes = Proofs(tmp_path / "deep" / "proofs.json"), Axes(2, 1, 1)
+    assert proofs.get(LLAMA, AUTO, axes) is None
+    proofs.put(LLAMA, AUTO, axes, Verdict(False, "because"))
+    again = Proofs(tmp_path / "deep" / "proofs.json")
+    assert again.get({**LLAMA, "hidden_size": 4096}, AUTO, axes) == Verdict(False, "because")
+    assert again.get({**LLAMA, "attention_bias": True}, AUTO, axes) is None
+    assert again.get(LLAMA, Model(attention="eager"), axes) is None
+    assert again.get(LLAMA, Model(task="classification"), axes) is None
+    assert again.get(LLAMA, AUTO, Axes(4, 1, 1)) is None
+
+
+def test_a_broken_cache_is_an_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "proofs.json"
+    path.write_text("{no json")
+    assert Proofs(path).get(LLAMA, AUTO, Axes(2, 1, 1)) is None
+
+
+def test_planning_refuses_what_has_failed_and_nothing_else() -> None:
+    plans = [Plan(strategy="zero", dp=2), Plan(strategy="pipeline", pp=2), Plan(strategy="tensor_parallel", tp=2)]
+    found = list(judged(plans, lambda axes: Verdict(axes.pp == 1, "layers run twice")))
+    assert found[0] == plans[0]
+    assert found[1] == Refusal("pipeline", "layers run twice", plans[1])
+    assert found[2] == plans[2]
+
+
+def test_more_than_three_stages_are_proven_as_three() -> None:
+    assert Axes.of(Plan(strategy="pipeline", pp=16)) == Axes(1, 3, 1)

@@ -1,0 +1,71 @@
+"""Classifiers, vision models and encoder-decoders: the planner counts what transformers builds."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from toolkit.errors import BadInput, NoPlanFits
+from toolkit.plans.task_spec import image_tokens, task_spec
+from toolkit.recipe.file import make_recipe
+from toolkit.recipe.sections import Model
+from toolkit.runtime.models.build import skeleton
+from toolkit.sessions.preflight import check
+from toolkit.sessions.resolve import resolve
+
+SMALL_T5 = {"vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("classification", {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("classification", {"model_type": "roberta", "hidden_size": 48, "num_attention_heads": 4}),
+        ("classification", {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "pad_token_id": 0}),
+        ("image-classification", {"model_type": "vit"}),
+        ("image-classification", {"model_type": "vit", "image_size": 32, "patch_size": 8, "hidden_size": 48}),
+        ("seq2seq", {"model_type": "t5", **SMALL_T5}),
+        ("seq2seq", {"model_type": "t5", **SMALL_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+        ("seq2seq", {"model_type": "bart", "vocab_size": 100, "d_model": 32, "encoder_layers": 2}),
+    ],
+)
+def test_parameters_are_counted_exactly(task: str, config: dict[str, Any]) -> None:
+    section = Model(config=config, init="scratch", task=task, num_labels=None if task == "seq2seq" else 7)  # type: ignore[arg-type]
+    built = sum(parameter.numel() for parameter in skeleton(section).parameters())
+    assert task_spec(config, section).params == built
+
+
+def test_an_image_is_its_patches() -> None:
+    assert image_tokens({"model_type": "vit"}) == 197
+
+
+def test_types_that_can_not_be_planned_are_named() -> None:
+    with pytest.raises(BadInput, match="llama can't be planned for images; these can: vit"):
+        task_spec({"model_type": "llama"}, Model(config={}, task="image-classification"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "strategy", "reason"),
+    [
+        ("bert", "classification", "{name: sequence_parallel, sp: 2}", "losses of single tokens of a causal"),
+        ("bert", "classification", "{name: tensor_parallel, tp: 2, tensor_by: autotp}", "AutoTP is tried on causal"),
+        ("t5", "seq2seq", "{name: pipeline, pp: 2}", "each stage would compute the whole encoder"),
+    ],
+)
+def test_splits_that_a_task_can_not_have_are_refused_with_the_reason(
+    kind: str, task: str, strategy: str, reason: str
+) -> None:
+    given = {"model": {"config": {"model_type": kind}}, "train": {"steps": 1, "global_batch": 4}}
+    data = f"data={{path: synthetic, format: {task}, tokenizer: bytes, seq_len: 64}}"
+    with pytest.raises(NoPlanFits, match=reason):
+        _ = resolve(make_recipe(given, [data, f"strategy={strategy}"]), 2).chosen
+
+
+def test_4_bits_without_bitsandbytes_or_weights_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    given = {"model": {"config": {"model_type": "llama"}, "lora": {"quantize": "4bit"}}, "train": {"steps": 1}}
+    with pytest.raises(BadInput, match=r"bitsandbytes: pip install 'zero-toolkit\[qlora\]', or use none"):
+        check(make_recipe(given, ["data.tokenizer=bytes"]), {}, print)

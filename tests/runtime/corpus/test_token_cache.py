@@ -1,0 +1,108 @@
+"""The cache of tokens: keyed by what matters, made once, never half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from toolkit.recipe.sections import Data
+from toolkit.runtime.corpus import token_cache
+from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
+from toolkit.runtime.corpus.token_documents import Documents
+from toolkit.runtime.corpus.tokenizer import Bytes
+from toolkit.runtime.distributed.rank_zero_first import Alone, Ranks
+from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "data.txt"
+    path.write_text("some text")
+    return str(path)
+
+
+def entries(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir()) if root.is_dir() else []
+
+
+def test_the_second_time_nothing_is_tokenised(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TokenCache(tmp_path / "cache", workers=1)
+    first = find_or_make(cache, Data(), source, Bytes(), Alone())
+    monkeypatch.setattr(TokenCache, "make", lambda *args: pytest.fail("tokenised again"))
+    again = find_or_make(cache, Data(), source, Bytes(), Alone())
+    assert np.array_equal(first.tokens, again.tokens)
+    assert Bytes().decode(again.document(0).tolist()) == "some text"
+
+
+def test_the_key_follows_content_tokenizer_and_settings(tmp_path: Path, source: str) -> None:
+    cache = TokenCache(tmp_path / "cache", workers=1)
+    keys = [cache.key(Data(), source, Bytes())]
+    assert cache.key(Data(seq_len=7, packing=False), source, Bytes()) == keys[0], "packing does not change documents"
+    keys.append(cache.key(Data(text_column="body"), source, Bytes()))
+    keys.append(cache.key(Data(), source, replace(Bytes(), identity="other")))
+    Path(source).write_text("some texT")
+    keys.append(cache.key(Data(), source, Bytes()))
+    assert len(set(keys)) == 4
+
+
+def test_a_crash_leaves_no_half_cache(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TokenCache(tmp_path / "cache", workers=1)
+
+    def crash(self: Documents, directory: Path) -> None:
+        directory.mkdir()
+        (directory / "tokens.npy").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Documents, "save", crash)
+        with pytest.raises(KeyboardInterrupt):
+            find_or_make(cache, Data(), source, Bytes(), Alone())
+    assert entries(tmp_path / "cache") == []
+    assert len(find_or_make(cache, Data(), source, Bytes(), Alone())) == 1
+
+
+def test_several_processes_tokenise_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_cache, "ROWS_A_PROCESS", 300)
+    path = tmp_path / "data.csv"
+    path.write_text("text\n" + "".join(f"number {n}\n" for n in range(1200)))
+    documents = find_or_make(TokenCache(tmp_path / "cache", workers=2), Data(), str(path), Bytes(), Alone())
+    assert [Bytes().decode(documents.document(n).tolist()) for n in (0, 599, 1199)] == [
+        "number 0",
+        "number 599",
+        "number 1199",
+    ]
+
+
+def make_as_rank(root: Path, source: str) -> tuple[int, int]:
+    """Tokens found, and how often this rank tokenised."""
+    from toolkit.runtime.distributed.process_group import current_world
+
+    count = 0
+    make: Callable[..., None] = TokenCache.make
+
+    def counting(*args: object) -> None:
+        nonlocal count
+        count += 1
+        make(*args)
+
+    TokenCache.make = counting  # type: ignore[assignment, method-assign]
+    documents = find_or_make(TokenCache(root, workers=1), Data(), source, Bytes(), Ranks(current_world()))
+    return len(documents.tokens), count
+
+
+def test_one_rank_writes_and_the_others_wait(tmp_path: Path, source: str) -> None:
+    results = call_on_ranks(make_as_rank, tmp_path / "cache", source, nproc=3)
+    assert first_failure(results) is None
+    assert results == [(10, 1), (10, 0), (10, 0)]
+    assert len(entries(tmp_path / "cache")) == 1
+
+
+def test_a_fault_meets_every_rank_alike(tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text("body\nx\n")
+    results = call_on_ranks(make_as_rank, tmp_path / "cache", str(path), nproc=2)
+    assert ["no column 'text'" in result.reason for result in results] == [True, True]

@@ -1,0 +1,227 @@
+"""Islands that never wait for one another, in real processes: all steps are done once, whoever leaves or lags."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from toolkit.checkpoints import store
+from toolkit.cli import main
+from toolkit.launching.launchers import Command
+from toolkit.recipe.file import make_recipe
+from toolkit.run_dir import heartbeat
+from toolkit.run_dir.async_islands import gather
+from toolkit.run_dir.async_membership import parse_address
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.checkpoint.fragments import WEIGHT
+from toolkit.runtime.checkpoint.reader import Reader
+from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.islands.async_store import serve
+from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
+from toolkit.sessions import async_islands
+from toolkit.sessions.resolve import resolve
+
+STEPS, ROUND = 24, 6
+"""Steps of the recipe, each of two islands' shares, and steps of a round."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of islands ended."""
+
+    run: RunDir
+    code: int
+    said: str
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.metrics.read_text().splitlines()]
+
+    def weights(self, island: int) -> dict[str, torch.Tensor]:
+        """Of an island's last state."""
+        root = self.run.island(island).checkpoints
+        reader = Reader.open(store.path_of(root, store.steps(root)[0]))
+        return {name: reader.full(name, WEIGHT) for name, found in reader.index.items() if WEIGHT in found.kinds()}
+
+    def assert_whole(self) -> None:
+        """Every step was done, and all that was learned is in the state of whoever has ended."""
+        assert [record["step"] for record in self.records] == list(range(1, 2 * STEPS + 1))
+        assert store.steps(self.run.checkpoints)[0] == 2 * STEPS
+
+    def assert_agreed(self) -> None:
+        """The islands have the same weights, up to the order in which changes were added."""
+        first, second = self.weights(0), self.weights(1)
+        assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
+
+
+Together = Callable[..., Ended]
+
+
+@pytest.fixture
+def together(recipe_mapping: dict[str, Any], tmp_path: Path) -> Together:
+    """`together(*overrides, disturb=…)`: a run of two islands; `disturb` gets the run in a thread."""
+
+    def run(
+        *overrides: str,
+        nproc: int = 2,
+        restarts: int = 0,
+        disturb: Callable[[RunDir], None] | None = None,
+        enter: Callable[[Command], Any] | None = None,
+    ) -> Ended:
+        base = (
+            f"train.steps={STEPS}", "train.outer={mode: async}", "checkpoint.every=6",
+            "strategy={name: local_sgd, islands: 2, local_steps: 6, zero_stage: 0}",
+        )  # fmt: skip
+        resolved = resolve(make_recipe(recipe_mapping, [*base, *overrides]), nproc)
+        directory = resolved.write(tmp_path / "run", go_on=(tmp_path / "run").exists())
+        mailbox, text = serve("127.0.0.1", 0), io.StringIO()
+        parts = async_islands.prepare(resolved, directory, ("127.0.0.1", int(mailbox.port)))
+        if disturb:
+            threading.Thread(target=disturb, args=(directory,), daemon=True).start()
+        code = async_islands.watch(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
+        gather(directory, 2, "done")
+        return Ended(directory, code, text.getvalue())
+
+    return run
+
+
+def after(island: int, step_count: int, act: Callable[[RunDir], None]) -> Callable[[RunDir], None]:
+    """Act once an island has recorded so many steps."""
+
+    def wait(run: RunDir) -> None:
+        metrics = run.island(island).metrics
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < step_count:
+            time.sleep(0.02)
+        act(run.island(island))
+
+    return wait
+
+
+def send(number: signal.Signals, rank: int = 0) -> Callable[[RunDir], None]:
+    return lambda island: os.kill(heartbeat.read_all(island.heartbeats)[rank].pid, number)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "overrides"),
+    [(2, ()), (4, ("strategy.zero_stage=2", "train.outer.bits=8")), (4, ("train.outer.bits=4",))],
+)
+def test_all_steps_are_done_once_and_islands_agree(together: Together, nproc: int, overrides: tuple[str, ...]) -> None:
+    done = together(*overrides, nproc=nproc)
+    assert done.code == 0, done.said
+    done.assert_whole()
+    done.assert_agreed()
+    assert done.records[-1]["loss"] < 0.7 * done.records[0]["loss"]
+
+
+def test_an_island_that_is_killed_comes_back(together: Together) -> None:
+    killed = after(1, 8, send(signal.SIGKILL))
+    done = together("train.outer.bits=8", restarts=1, disturb=killed)
+    assert done.code == 0, done.said
+    assert "island 1 comes back" in done.said
+    assert "SIGKILL" in done.said
+    done.assert_whole()
+    done.assert_agreed()
+
+
+def test_what_an_island_leaves_behind_others_do(together: Together) -> None:
+    done = together(disturb=after(1, 8, send(signal.SIGKILL)))
+    assert done.code == 0, done.said
+    assert "island 1 has left; the others go on" in done.said
+    done.assert_whole()
+
+
+def test_a_run_that_is_stopped_goes_on(together: Together) -> None:
+    def stop_all(island: RunDir) -> None:
+        for run in (RunDir(island.path.with_name("0")), RunDir(island.path.with_name("1"))):
+            send(signal.SIGTERM)(run)
+
+    stopped = together(disturb=after(0, 2, stop_all))
+    assert stopped.code == 75, stopped.said
+    assert len(stopped.records) < 2 * STEPS
+    done = together("checkpoint.resume=auto")
+    assert done.code == 0, done.said
+    done.assert_whole()
+
+
+@dataclass(frozen=True)
+class Lagging:
+    """The second island's steps take longer."""
+
+    seconds: float
+
+    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
+        if env["TOOLKIT_ISLAND"].startswith("1/"):
+            step = ReplicaEngine.step
+
+            def slow(*args: Any) -> Any:
+                time.sleep(self.seconds)
+                return step(*args)
+
+            ReplicaEngine.step = slow  # type: ignore[method-assign]
+        enter_worker(argv, env)
+
+
+def test_who_lags_does_less(together: Together) -> None:
+    done = together(enter=lambda command: WarmProcess.start(command, Lagging(0.4)))
+    assert done.code == 0, done.said
+    done.assert_whole()
+    done.assert_agreed()
+    steps = [sum(record["island"] == island for record in done.records) for island in (0, 1)]
+    assert steps[0] >= 2 * steps[1] > 0
+
+
+def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """`toolkit mailbox`, and one island from each of two directories, as on two hosts."""
+    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as mailbox:
+        assert mailbox.stdout is not None
+        place = parse_address(mailbox.stdout.readline().split("--mailbox ")[1].strip())
+        axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
+        resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
+        runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
+        sites = [async_islands.prepare(resolved, run, place, number)[0] for number, run in enumerate(runs)]
+        assert async_islands.watch(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+        mailbox.terminate()
+        assert mailbox.wait() == 0
+    done = [line for n, run in enumerate(runs) for line in run.island(n).metrics.read_text().splitlines()]
+    assert sorted(json.loads(line)["step"] for line in done) == list(range(1, 13))
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--island", "0"], "--island and --mailbox go together"),
+        (["--island", "0", "--mailbox", "here"], "HOST:PORT is required"),
+    ],
+)
+def test_bad_arguments(
+    recipe_mapping: dict[str, Any], tmp_path: Path, argv: list[str], reason: str, capsys: Any
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe_mapping))
+    assert main(["train", str(path), *argv]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_refusals(recipe_mapping: dict[str, Any]) -> None:
+    axes = ["train.steps=4", "strategy={name: local_sgd, islands: 2, local_steps: 2}"]
+    recipe = make_recipe(recipe_mapping, [*axes, "train.outer={mode: async, optimizer: nesterov}"])
+    refused = resolve(recipe, 2).decision
+    assert refused.chosen is None
+    assert "stale" in refused.refused[0].reason
+    fine = replace(recipe, train=replace(recipe.train, outer=replace(recipe.train.outer, optimizer="average")))
+    assert resolve(fine, 2).decision.chosen is not None

@@ -1,0 +1,32 @@
+"""Live tensor bytes against sizes known by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.runtime.metrics.memory import SAMPLED_STEP, MemoryMeter, live_tensor_bytes
+
+MIB = 2**20
+
+
+def test_a_storage_counts_once() -> None:
+    before = live_tensor_bytes()
+    tensor = torch.zeros(MIB, dtype=torch.float32)
+    view = tensor.view(1024, -1)[:10]
+    assert live_tensor_bytes() - before == 4 * MIB
+    del tensor
+    assert live_tensor_bytes() - before == 4 * MIB, "the view keeps the storage"
+    del view
+    assert live_tensor_bytes() == before
+
+
+def test_the_peak_inside_a_step_is_seen() -> None:
+    meter = MemoryMeter()
+    kept = torch.ones(MIB, dtype=torch.float32, requires_grad=True)
+    before = live_tensor_bytes()
+    with meter.step(SAMPLED_STEP):
+        passing = kept * 2  # 4 MiB that are gone when the step ends
+        (passing * passing).sum().backward()  # 4 MiB for the product, 4 for the gradient of `passing`
+        del passing
+    assert before + 8 * MIB <= meter.peak_bytes <= before + 20 * MIB
+    assert kept.grad is not None

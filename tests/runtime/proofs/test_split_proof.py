@@ -1,0 +1,51 @@
+"""The float64 twin: passes what is right, and finds what fp32 would hide."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.parallel import model
+from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.recipe.sections import Model, Task
+from toolkit.runtime.proofs.split_proof import prove
+from toolkit.runtime.sharding import sharding_plan
+
+
+@pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(4, 1, 1), Axes(1, 3, 1), Axes(2, 2, 1), Axes(1, 1, 2)], ids=str)
+def test_right_splits_pass(axes: Axes) -> None:
+    assert prove(model("qwen3"), axes).ok
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "axes"),
+    [
+        ("roberta", "classification", Axes(2, 2, 1)),
+        ("qwen3", "classification", Axes(2, 3, 1)),
+        ("vit", "image-classification", Axes(2, 3, 1)),
+        ("t5", "seq2seq", Axes(2, 1, 1)),
+    ],
+)
+def test_other_tasks_are_proven_with_their_own_heads(kind: str, task: Task, axes: Axes) -> None:
+    section = Model(config={"model_type": kind}, init="scratch", task=task, num_labels=3)
+    assert prove(section, axes) == Verdict(True)
+
+
+def test_layers_that_run_twice_are_refused_with_the_reason() -> None:
+    verdict = prove(model("hrm_text"), Axes(1, 2, 1))
+    assert not verdict.ok
+    assert "not called once each in order" in verdict.reason
+
+
+def test_recurrent_layers_are_no_sequence_shards() -> None:
+    verdict = prove(model("qwen3_next"), Axes(1, 1, 2))
+    assert not verdict.ok
+    assert "the loss" in verdict.reason
+
+
+@pytest.mark.parametrize(("kind", "name"), [("apertus", "act_fn")])
+def test_errors_of_published_plans_are_found(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prove(model(kind), Axes(2, 1, 1)).ok
+    monkeypatch.setattr(sharding_plan, "CORRECTIONS", {})
+    verdict = prove(model(kind), Axes(2, 1, 1))
+    assert not verdict.ok
+    assert name in verdict.reason

@@ -1,0 +1,89 @@
+"""Tensor shards of tiny models on real processes, against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run, train_as_rank
+from toolkit.plans.plan import Plan
+from toolkit.recipe.sections import Model
+from toolkit.run_dir.trajectory import Trajectory
+from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.proofs.coverage import tiny_model
+from toolkit.runtime.sharding import shard_model, sharding_plan
+from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.shard_model import shard
+from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+
+TWO = Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "falcon", "mixtral"])
+def test_every_tier_under_sgd_with_a_tight_clip(kind: str) -> None:
+    section = model(kind)
+    assert_same(run(section, ONE, SGD), run(section, TWO, SGD))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replicas_of_shards_under_zero(stage: int) -> None:
+    section = model("qwen3")
+    plan = replace(TWO, dp=2, zero_stage=stage, zero_group=2, micro_batch=1, grad_accum=2)
+    assert_same(run(section, ONE), run(section, plan))
+
+
+def test_more_ranks_than_key_value_heads() -> None:
+    section = model("llama", num_key_value_heads=2)
+    assert_same(run(section, ONE, SGD), run(section, replace(TWO, tp=4), SGD))
+
+
+@pytest.mark.parametrize("data", ["padded", "packed"])
+def test_masks_positions_and_recompute(data: str) -> None:
+    section = model("llama")
+    assert_same(run(section, ONE, data=data), run(section, replace(TWO, recompute="full"), data=data))
+
+
+def test_each_rank_holds_its_shard_only() -> None:
+    whole = sum(parameter.numel() for parameter in skeleton(tiny_model("llama")).parameters())
+    held = []
+    for index in range(2):
+        part = skeleton(tiny_model("llama"))
+        shard(part, TensorGroup(None, index, 2))
+        held.append(sum(parameter.numel() for parameter in part.parameters()))
+        norms = [p for n, p in part.named_parameters() if n.endswith("norm.weight")]
+        assert all(layout_of(norm) is None for norm in norms)
+    assert max(held) < 0.52 * whole
+
+
+def train_with_forgotten_sums(section: Model, plan: Plan) -> Trajectory:
+    """Query and key norms sit inside sharded attention: leave their gradients partial."""
+    shard_model.STYLES["replicated_with_grad_allreduce"] = lambda module, sharder: None
+    return train_as_rank(section, plan, ADAM, "full")
+
+
+def test_partial_gradients_stop_the_first_step_with_names() -> None:
+    failure = first_failure(call_on_ranks(train_with_forgotten_sums, model("qwen3"), TWO, nproc=2))
+    assert failure is not None
+    assert failure.refused
+    assert "q_norm.weight" in failure.details
+    assert "different gradients on tensor ranks" in failure.reason
+
+
+def test_analysis_finds_pairs_and_falls_back_to_gathered_linears() -> None:
+    styles, heads = sharding_plan.tensor_styles(skeleton(tiny_model("gpt2")), 2)
+    assert styles["transformer.h.0.attn.c_attn"] == "packed3_colwise"
+    assert styles["transformer.h.0.mlp.c_proj"] == "rowwise"
+    assert styles["transformer.wte"] == "embedding_rowwise"
+    assert styles["lm_head"] == "colwise_gather_output"
+    assert "transformer.h.0.attn" in heads
+    styles, heads = sharding_plan.tensor_styles(skeleton(tiny_model("mpt")), 2)
+    assert set(styles.values()) == {"colwise_gather_output", "embedding_rowwise"}
+    assert heads == []
+
+
+def test_collectives_of_one_rank_change_nothing() -> None:
+    tensor = torch.arange(6.0).view(2, 3)
+    assert torch.equal(TensorGroup(None, 0, 1).cut(tensor), tensor)

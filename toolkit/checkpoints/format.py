@@ -1,0 +1,270 @@
+"""The checkpoint on disk: its files, the index of slices, and the manifest that proves every byte.
+
+    step-00000100/
+        manifest.json              size and SHA-256 of every other file, and of itself
+        index.json                 which elements of which parameter are in which file
+        state.json                 step, samples, counters, versions
+        recipe.yaml, plan.json     what the run was told
+        rank-00000-0.safetensors   fp32 masters and moments that rank 0 holds, its random generators
+
+Nothing here is executable, and no name in a file can lead out of the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolkit.checkpoints import element_runs
+from toolkit.checkpoints.element_runs import Region
+from toolkit.errors import BadInput, Problem
+
+FORMAT = "toolkit-checkpoint-1"
+MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+HASH_CHUNK_BYTES = 1 << 22
+LARGEST_JSON_BYTES = 1 << 30
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of the manifest."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Elements of a parameter in one file, with every kind of state that belongs to them."""
+
+    file: str
+    """A safetensors file of the checkpoint."""
+    key: str
+    """The tensors in it are named `key:kind`."""
+    kinds: tuple[str, ...]
+    """`weight` (the fp32 master), the optimizer's states such as `exp_avg`, or `buffer`."""
+    region: Region
+    """Which elements, in the order of the stored tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter under its Hugging Face name."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    def kinds(self) -> set[str]:
+        """Every kind of state that is stored."""
+        return {kind for piece in self.pieces for kind in piece.kinds}
+
+
+Index = dict[str, Parameter]
+
+
+def tensor_key(key: str, kind: str) -> str:
+    """Name of a tensor in a safetensors file."""
+    return f"{key}:{kind}"
+
+
+def dump_index(index: Mapping[str, Parameter]) -> bytes:
+    """index.json."""
+    parameters = {
+        name: {
+            "shape": list(parameter.shape),
+            "pieces": [
+                {"file": p.file, "key": p.key, "kinds": list(p.kinds), "runs": element_runs.to_json(p.region)}
+                for p in parameter.pieces
+            ],
+        }
+        for name, parameter in sorted(index.items())
+    }
+    return canonical_json({"format": FORMAT, "parameters": parameters})
+
+
+def parse_index(data: bytes, files: Iterable[str]) -> Index:
+    """The index; `BadInput` if it is malformed, leads out of `files`, or leaves elements out."""
+    known = set(files)
+    try:
+        given = json.loads(data)
+        if given["format"] != FORMAT:
+            raise ValueError(f"format {given['format']!r}; this version reads {FORMAT}")
+        index = {name: _parameter(entry, known) for name, entry in given["parameters"].items()}
+        for name, parameter in index.items():
+            _check_cover(name, parameter)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(INDEX, f"is not an index of slices: {error!s:.300}") from None
+    return index
+
+
+def _parameter(entry: Mapping[str, Any], files: set[str]) -> Parameter:
+    shape = tuple(entry["shape"])
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"shape {shape!r}")
+    return Parameter(shape=shape, pieces=tuple(_piece(piece, files) for piece in entry["pieces"]))
+
+
+def _piece(given: Mapping[str, Any], files: set[str]) -> Piece:
+    if given["file"] not in files:
+        raise ValueError(f"{given['file']!r} is no file of the manifest")
+    kinds = tuple(given["kinds"])
+    if not isinstance(given["key"], str) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError("key and kinds are not text")
+    return Piece(file=given["file"], key=given["key"], kinds=kinds, region=element_runs.from_json(given["runs"]))
+
+
+def _check_cover(name: str, parameter: Parameter) -> None:
+    numel = 1
+    for n in parameter.shape:
+        numel *= n
+    for kind in sorted(parameter.kinds()):
+        fault = element_runs.cover([p.region for p in parameter.pieces if kind in p.kinds], numel)
+        if fault:
+            raise ValueError(f"{name} ({kind}): {fault}")
+
+
+def parse_state(data: bytes) -> dict[str, Any]:
+    """state.json; `BadInput` if it does not say where the run stood."""
+    try:
+        state = json.loads(data)
+        _ = int(state["step"]), int(state["samples"]), str(state["optimizer"]), dict(state["data"])
+        if not all(isinstance(value, int | float) for value in state["counters"].values()):
+            raise ValueError("a counter is not a number")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(STATE, f"is not the state of a run: {error!s:.200}") from None
+    return dict(state)
+
+
+def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
+    """manifest.json: canonical bytes that carry their own digest, so that no bit of it can change unnoticed."""
+    body = {
+        "format": FORMAT,
+        "step": step,
+        "files": {name: {"bytes": e.bytes, "sha256": e.sha256} for name, e in sorted(files.items())},
+    }
+    return canonical_json({**body, "digest": hashlib.sha256(canonical_json(body)).hexdigest()})
+
+
+def parse_manifest(data: bytes) -> tuple[dict[str, FileEntry], int]:
+    """Files and step; `BadInput` if a byte is not as written."""
+    try:
+        given = json.loads(data)
+        files = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in given["files"].items()}
+        step = int(given["step"])
+        whole = dump_manifest(files, step) == data
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(MANIFEST, f"is damaged: {error!s:.200}") from None
+    if not whole:
+        raise BadInput(MANIFEST, "is damaged: its digest does not match its contents")
+    bad = [name for name in files if not _FILE_NAME.fullmatch(name)]
+    if bad:
+        raise BadInput(MANIFEST, f"{bad[0]!r:.100} is not a plain file name; this was not written by the toolkit")
+    return files, step
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, FileEntry], int]:
+    """The manifest of a checkpoint directory."""
+    return parse_manifest(read_small(directory / MANIFEST))
+
+
+def faults(directory: Path, names: Sequence[str] | None = None) -> list[Problem]:
+    """Everything wrong with a checkpoint; with `names`, of these files only. Empty: every byte is as written."""
+    try:
+        files, step = read_manifest(directory)
+    except BadInput as error:
+        return [Problem(MANIFEST, problem.what) for problem in error.problems]
+    if names is None:
+        found = list(_layout_faults(directory, files, step))
+        names = list(files)
+    else:
+        found = []
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        results = pool.map(lambda name: _file_fault(directory / name, files[name]), names)
+        found.extend(Problem(name, what) for name, what in zip(names, results, strict=True) if what)
+    return found
+
+
+def layout_faults(directory: Path) -> list[Problem]:
+    """What is wrong with names and kinds of files, without reading the large ones."""
+    try:
+        return list(_layout_faults(directory, *read_manifest(directory)))
+    except BadInput as error:
+        return [Problem(MANIFEST, problem.what) for problem in error.problems]
+
+
+def _layout_faults(directory: Path, files: Mapping[str, FileEntry], step: int) -> Iterator[Problem]:
+    present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
+    for name in sorted(files.keys() - present):
+        yield Problem(name, "is missing")
+    for name in sorted(present - files.keys()):
+        yield Problem(name, "is not in the manifest; nobody knows where it came from")
+    for name in (INDEX, STATE):
+        if name not in files:
+            yield Problem(name, "is not in the manifest")
+    named = step_of(directory.name)
+    if named is not None and named != step:
+        yield Problem(MANIFEST, f"is of step {step}, in the directory of step {named}")
+
+
+def _file_fault(path: Path, entry: FileEntry) -> str | None:
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode):
+            return "is not a regular file; links and devices are refused"
+        if status.st_size != entry.bytes:
+            return f"has {status.st_size} bytes; {entry.bytes} were written"
+        return None if sha256(path) == entry.sha256 else "does not have the SHA-256 that was written; its bytes changed"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file; a link is not followed."""
+    digest = hashlib.sha256()
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_small(path: Path) -> bytes:
+    """A JSON file of a checkpoint, if it is a regular file of a sane size."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise BadInput(path.name, "is not a regular file; links and devices are refused")
+            data = file.read(LARGEST_JSON_BYTES + 1)
+    except FileNotFoundError:
+        raise BadInput(path.name, "is missing") from None
+    except OSError as error:
+        raise BadInput(path.name, f"can't be read: {error.strerror}; links are refused") from None
+    if len(data) > LARGEST_JSON_BYTES:
+        raise BadInput(path.name, f"is larger than {LARGEST_JSON_BYTES} bytes")
+    return data
+
+
+def directory_name(step: int) -> str:
+    """Name of a checkpoint's directory."""
+    return f"step-{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint directory's name."""
+    match = re.fullmatch(r"step-(\d{8,})", name)
+    return int(match[1]) if match else None
+
+
+def canonical_json(value: Any) -> bytes:
+    """One form for each value: sorted keys, no spaces."""
+    return (json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n").encode()

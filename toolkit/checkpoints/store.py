@@ -1,0 +1,167 @@
+"""The directory of checkpoints: what is there, what is whole, and the steps that make a new one appear at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from toolkit.checkpoints.format import (
+    MANIFEST,
+    FileEntry,
+    canonical_json,
+    directory_name,
+    dump_manifest,
+    read_small,
+    sha256,
+    step_of,
+)
+from toolkit.errors import BadInput, Problem
+
+LATEST = "latest"
+BEST = "best"
+_WORK = (".writing-", ".old-")
+"""Prefixes of directories that are being written or removed; what a crash leaves is cleared by the next save."""
+
+
+def steps(root: Path) -> list[int]:
+    """Steps of all checkpoints, newest first; whole or not."""
+    if not root.is_dir():
+        return []
+    found = (step_of(entry.name) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
+    return sorted((step for step in found if step is not None), reverse=True)
+
+
+def path_of(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return root / directory_name(step)
+
+
+def begin(root: Path, step: int, need_bytes: int) -> Path:
+    """An empty directory to write into; `BadInput` if the disk can't hold `need_bytes` more."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(root)
+        free = shutil.disk_usage(root).free
+        if free < need_bytes:
+            raise BadInput(
+                str(root),
+                f"a checkpoint needs {need_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free; "
+                "free some space, or lower checkpoint.keep",
+            )
+        path = root / f".writing-{directory_name(step)}"
+        path.mkdir()
+    except OSError as error:
+        raise BadInput(str(root), f"can't be written: {error.strerror}") from None
+    return path
+
+
+def clear_leftovers(root: Path) -> None:
+    """Remove what a crash left half-written or half-removed."""
+    for entry in list(os.scandir(root)):
+        if entry.name.startswith(_WORK):
+            shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def commit(writing: Path, files: dict[str, FileEntry], step: int) -> Path:
+    """Manifest, rename, `latest`: after this the checkpoint is there, before it nothing is."""
+    root = writing.parent
+    missing = [name for name in files if not (writing / name).is_file()]
+    if missing:
+        raise BadInput(
+            str(root),
+            f"{missing[0]} was written by another host and is not here; checkpoints need a directory that hosts share",
+        )
+    write_synced(writing / MANIFEST, dump_manifest(files, step))
+    sync_directory(writing)
+    final = path_of(root, step)
+    set_aside(final)
+    os.rename(writing, final)
+    sync_directory(root)
+    point_to(root, final)
+    return final
+
+
+def point_to(root: Path, final: Path) -> None:
+    """Replace `latest`: the name of the newest checkpoint and the hash of its manifest."""
+    text = canonical_json({"checkpoint": final.name, "manifest_sha256": sha256(final / MANIFEST)})
+    temporary = root / f".{LATEST}.tmp"
+    write_synced(temporary, text)
+    os.replace(temporary, root / LATEST)
+    sync_directory(root)
+
+
+def latest_fault(root: Path) -> Problem | None:
+    """What is wrong with `latest`; nothing that is loaded depends on it, but other tools may."""
+    try:
+        given = json.loads(read_small(root / LATEST))
+        manifest = root / given["checkpoint"] / MANIFEST
+        if step_of(given["checkpoint"]) is None or sha256(manifest) != given["manifest_sha256"]:
+            raise ValueError("it does not name a checkpoint with that manifest")
+        if canonical_json(given) != read_small(root / LATEST):
+            raise ValueError("its bytes changed")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Problem(LATEST, f"is damaged: {error}; the newest whole checkpoint is found without it")
+    return None
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a checkpoint that can't be trusted, so that nothing takes it for one; its new name."""
+    if not path.exists():
+        return None
+    for number in range(1, 1000):
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+        if not aside.exists():
+            os.rename(path, aside)
+            sync_directory(path.parent)
+            return aside
+    raise BadInput(str(path.parent), "holds 1000 damaged checkpoints; remove them")
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints and the best; each disappears at once, then its files go."""
+    spared = best(root)
+    for step in steps(root)[keep:]:
+        if step != spared:
+            remove(root, step)
+
+
+def mark_best(root: Path, step: int, loss: float) -> None:
+    """Say which checkpoint had the lowest loss on held-out data: pruning spares it."""
+    temporary = root / f".{BEST}.tmp"
+    write_synced(temporary, canonical_json({"checkpoint": directory_name(step), "eval_loss": loss}))
+    os.replace(temporary, root / BEST)
+
+
+def best(root: Path) -> int | None:
+    """Step of the best checkpoint, if one is marked and still there."""
+    try:
+        step = step_of(str(json.loads(read_small(root / BEST))["checkpoint"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if step is not None and path_of(root, step).is_dir() else None
+
+
+def remove(root: Path, step: int) -> None:
+    """Remove one checkpoint."""
+    trash = root / f".old-{directory_name(step)}"
+    os.rename(path_of(root, step), trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file through to the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Write a directory's own entries through to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,172 @@
+"""Exposed communication of a step, by axis: what each collective adds to the compute that it runs beside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit.cost import collectives
+from toolkit.cost.calibration import Calibration
+from toolkit.cost.collectives import Group
+from toolkit.cost.execution import Execution
+from toolkit.cost.operators import LayerCost
+
+BACKWARD_GATHER = 1.25
+"""Backward over forward traffic with sharded residuals: inputs are gathered once more, beside the weight gradient."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Compute of one micro-batch on one stage that the step's traffic can hide behind."""
+
+    forward: float
+    backward: float
+
+
+def exposed(window: float, comm: float, cal: Calibration) -> float:
+    """Seconds that communication adds to a window of compute: what sticks out, and what slows the compute down."""
+    return max(window, comm) + cal.interference * min(window, comm) - window
+
+
+def tensor_seconds(e: Execution, cal: Calibration) -> tuple[float, float]:
+    """Tensor parallel: two all-reduces (or gather and scatter pairs) a layer and pass; forward and backward."""
+    if e.tp == 1:
+        return 0.0, 0.0
+    where = collectives.group(e.cluster, e.tp, 1)
+    size = e.element_bytes * e.slice.tokens * e.model.hidden
+    if e.residual_shards:
+        one = 2 * collectives.gather(size, where, e.cluster, cal)
+    else:
+        one = collectives.all_reduce(size, where, e.cluster, cal)
+    forward = 2 * one * (cal.tp_exposed if e.software.tp_overlap else 1.0)
+    return forward, forward * (BACKWARD_GATHER if e.residual_shards else 1.0)
+
+
+def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
+    """Ring context parallel (beside attention) and Ulysses (exchanges before and after it), both passes of a layer."""
+    model, tokens = e.model, e.slice.tokens
+    total = 0.0
+    if e.cp > 1:
+        where = collectives.group(e.cluster, e.cp, e.tp)
+        keys = 2 * e.element_bytes * tokens * model.kv_heads * model.head_dim / e.tp
+        ring = collectives.gather(keys * e.cp, where, e.cluster, cal)
+        again = 1 + e.recompute.attention
+        total += exposed(cost.forward.attention, ring, cal) * again + exposed(cost.backward.attention, 2 * ring, cal)
+    if e.sp > 1:
+        where = collectives.group(e.cluster, e.sp, e.tp)
+        heads = (2 * model.heads + 2 * max(model.kv_heads, e.sp)) * model.head_dim / e.tp
+        one = collectives.all_to_all(e.element_bytes * tokens * heads / 4, where, e.cluster, cal)
+        total += 4 * one * (2 + e.recompute.traffic)
+    return total
+
+
+def expert_seconds(e: Execution, cal: Calibration) -> float:
+    """Tokens to their experts and back, forward and backward."""
+    if e.ep == 1:
+        return 0.0
+    where = collectives.group(e.cluster, e.ep, e.tp)
+    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden
+    return 2 * (2 + e.recompute.traffic) * collectives.all_to_all(size, where, e.cluster, cal)
+
+
+def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibration) -> float:
+    """ZeRO 3, one layer and micro-batch: gather beside the forward pass, gather and reduce beside the backward pass."""
+    if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
+        return 0.0
+    params = e.mean_layer_params / e.tp
+    messages = e.software.zero_messages
+    whole, shard = _groups(e)
+    wide = whole if e.zero_variant == "hpz" else shard
+    weights = (
+        e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params / e.software.zero_link_share
+    )
+    grads = _grad_bytes(e) * params * e.trained_share / e.software.zero_link_share
+    first = collectives.gather(weights, wide, e.cluster, cal, messages)
+    back = collectives.gather(weights, shard, e.cluster, cal, messages)
+    back += collectives.gather(grads, wide, e.cluster, cal, messages)
+    if not e.software.dp_overlap:
+        return first + back
+    return exposed(forward, first, cal) + exposed(backward, back, cal)
+
+
+def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
+    """Gradients and parameters that travel once a step, or gradients after every micro-batch (ZeRO 2)."""
+    total = _replica_seconds(e, window, cal) if e.replicas > 1 else 0.0
+    return total + _island_seconds(e, window, cal)
+
+
+def stage_params(e: Execution) -> float:
+    """Parameters of the fullest pipeline stage on one tensor-parallel rank."""
+    if e.pp == 1:
+        return e.model_params / e.tp
+    table = max(e.model.embedding_params, e.model.head_params, e.model.vocab * e.model.hidden)
+    return (e.layers_per_stage * e.mean_layer_params + table) / e.tp
+
+
+def pipeline_seconds(e: Execution, cal: Calibration) -> float:
+    """Activations and their gradients between stages, once for each chunk and micro-batch."""
+    if e.pp == 1:
+        return 0.0
+    between = e.cluster.devices // e.pp >= e.cluster.devices_per_node
+    scattered = e.residual_shards or e.chunks > 1  # Megatron sends a part from every tensor-parallel rank
+    size = e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
+    one = collectives.send(size, between_nodes=between, cluster=e.cluster, cal=cal)
+    rounds = (e.grad_accum + (e.pp - 1) / e.chunks) * 2 * e.chunks
+    return rounds * one * (cal.interference if e.software.pp_overlap else 1.0)
+
+
+def _groups(e: Execution) -> tuple[Group, Group]:
+    """All replicas, and those that hold one full set of sharded states."""
+    whole = collectives.group(e.cluster, e.replicas, e.tp)
+    return whole, collectives.group(e.cluster, min(e.zero_group, e.replicas), e.tp)
+
+
+def _grad_bytes(e: Execution) -> float:
+    return (4 if e.element_bytes == 4 else e.software.grad_bytes) * e.grad_wire
+
+
+def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
+    whole, shard = _groups(e)
+    params = stage_params(e)
+    grads = _grad_bytes(e) * params * e.trained_share
+    weights = e.element_bytes * params * e.trained_share
+    if e.zero_stage == 3 and e.pp == 1:
+        return _between_groups(e, grads, window, cal)
+    if e.zero_stage == 0:
+        collective = collectives.hierarchical if e.hierarchical else collectives.all_reduce
+        reduce, collect = collective(grads, whole, e.cluster, cal), 0.0
+    elif e.zero_group < e.replicas:
+        reduce = collectives.all_reduce(grads, whole, e.cluster, cal)
+        collect = collectives.gather(weights, shard, e.cluster, cal, collectives.buckets(weights))
+    else:
+        reduce = collectives.gather(grads, whole, e.cluster, cal, collectives.buckets(grads))
+        collect = collectives.gather(weights, whole, e.cluster, cal, collectives.buckets(weights))
+    rounds = e.grad_accum if e.reduces_every_micro_batch else 1
+    if not e.software.dp_overlap:
+        return rounds * reduce + collect
+    return rounds * exposed(window.backward, reduce, cal) + exposed(window.forward, collect, cal)
+
+
+def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration) -> float:
+    """ZeRO 3 in groups smaller than all replicas: the groups sum their shards."""
+    if e.zero_variant == "hpz" or e.zero_group >= e.replicas:
+        return 0.0
+    copies = e.replicas // e.zero_group
+    stride = e.tp * e.zero_group
+    where = collectives.group(e.cluster, copies, stride)
+    one = collectives.all_reduce(grads / e.zero_group, where, e.cluster, cal)
+    return exposed(window.backward, one, cal) if e.software.dp_overlap else one
+
+
+def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
+    """Islands exchange their weights every `local_steps` steps, at once or behind steps of the next round."""
+    if e.islands == 1:
+        return 0.0
+    where = collectives.group(e.cluster, e.islands, e.cluster.devices // e.islands)
+    # Masters, in fp32 or in blocks of 256 with a scale; ranks of an island share the work.
+    bytes_each = 4 if e.exchange_bits == 32 else e.exchange_bits / 8 + 4 / 256
+    size = bytes_each * stage_params(e) * e.trained_share / e.dp
+    seconds = collectives.all_reduce(size, where, e.cluster, cal)
+    if e.exchange_hidden:
+        behind = e.exchange_delay_steps or e.local_steps
+        seconds = exposed(behind * e.grad_accum * (window.forward + window.backward), seconds, cal)
+    return seconds / e.local_steps

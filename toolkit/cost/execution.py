@@ -1,0 +1,197 @@
+"""A plan with everything that its memory and time depend on, whatever software runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from toolkit.clusters.cluster import Cluster
+from toolkit.cost.operators import LayerShape, Slice
+from toolkit.cost.software import DEEPSPEED_HF, Software
+from toolkit.models.spec import ModelSpec
+from toolkit.plans.compression import ONE_BIT_BYTES
+from toolkit.plans.plan import Job, Plan
+from toolkit.recipe.batch_sections import Reduce
+
+COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers that exchange signs; what is told of their traffic is true after the steps that warm them up."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the backward pass computes again: shares of a layer's forward pass."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    stream: float = 0.0
+    traffic: float = 0.0
+    """Tensor-parallel collectives repeated."""
+    mlp_up: float = 0.0
+    """The MLP's first matrix only."""
+    kept: float = 1.0
+    """Share of a layer's activations that is kept for the backward pass, besides its input."""
+
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "full": Recompute(1, 1, 1, 1, kept=0.0),
+    "selective": Recompute(attention=1, kept=1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """One training step: model, machines, software and layout."""
+
+    model: ModelSpec
+    cluster: Cluster
+    software: Software
+    seq_len: int
+    micro_batch: int
+    grad_accum: int
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    """Interleaved model chunks of one pipeline stage."""
+    bubble_share: float = 1.0
+    """What a schedule leaves of the bubble (zero-bubble schedules: less than 1)."""
+    cp: int = 1
+    """Ring context parallel: ranks that pass keys and values around."""
+    sp: int = 1
+    """Ulysses sequence parallel: ranks that exchange heads for tokens."""
+    ep: int = 1
+    zero_stage: int = 0
+    zero_group: int = 1
+    zero_variant: str = "mics"
+    """What a group smaller than `dp` means: `mics` shards and reduces inside it; `hpz` keeps a second copy."""
+    weight_wire: float = 1.0
+    """Size of a parameter in flight relative to its own type (ZeRO++: one half)."""
+    grad_wire: float = 1.0
+    """The same for gradients (ZeRO++: one quarter)."""
+    residual_shards: bool = False
+    """Whether norms and residuals are sharded over tensor-parallel ranks (Megatron sequence parallel)."""
+    recompute: Recompute = RECOMPUTE["none"]
+    scores_dropped: bool = False
+    """Whether attention scores are computed again (selective recompute without flash attention)."""
+    fp8: bool = False
+    element_bytes: int = 2
+    gathers_every_micro_batch: bool = True
+    """Whether ZeRO 3 gathers for every micro-batch; with a pipeline it keeps the parameters for the step."""
+    reduces_every_micro_batch: bool = False
+    """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) and not once a step."""
+    offload: str = "none"
+    optimizer: str = "adamw"
+    lora_rank: int = 0
+    quantized_base: bool = False
+    """Whether the frozen weights under the adapters are held in 4 bits."""
+    islands: int = 1
+    local_steps: int = 1
+    exchange_bits: int = 32
+    exchange_hidden: bool = False
+    exchange_delay_steps: int | None = None
+    exchange_states: int = 1
+    bucket_elements: int | None = None
+    """Elements of a reduction bucket, where the recipe says so."""
+    hierarchical: bool = False
+    """Whether gradients are reduced inside hosts first, then in shards between them."""
+    drops_gradients: bool = False
+    """Whether gradients are freed after each update, as DeepSpeed does, or live in buffers for good (Megatron)."""
+    master_weights: bool = True
+    """Whether 16-bit training keeps fp32 weights and states."""
+
+    @cached_property
+    def slice(self) -> Slice:
+        """The share of a layer's work that one device does for one micro-batch."""
+        return Slice(
+            micro_batch=self.micro_batch, seq_len=self.seq_len, parts=self.cp * self.sp, tp=self.tp,
+            residual_parts=self.tp if self.residual_shards else 1, ep=self.ep, fp8=self.fp8,
+            element_bytes=self.element_bytes, frozen=self.lora_rank > 0,
+        )  # fmt: skip
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights before ZeRO."""
+        return self.dp * self.cp * self.sp
+
+    @cached_property
+    def mean_layer_params(self) -> float:
+        """Parameters of a layer, averaged over layers."""
+        return sum(self.model.layer_params) / self.model.layers
+
+    @cached_property
+    def model_params(self) -> int:
+        """All parameters of the model."""
+        return self.model.params
+
+    @cached_property
+    def trained_share(self) -> float:
+        """Trained parameters over all: 1, or the adapters' share under LoRA."""
+        return 1.0 if not self.lora_rank else lora_params(self.model, self.lora_rank) / self.model_params
+
+    @property
+    def layers_per_stage(self) -> int:
+        """Layers of the longest pipeline stage."""
+        return -(-self.model.layers // self.pp)
+
+
+@lru_cache(maxsize=1024)
+def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
+    """The dense layer of a model, or its mixture-of-experts layer."""
+    return LayerShape(
+        hidden=model.hidden, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
+        ffn=model.shared_ffn if experts else model.ffn, gated=model.gated_mlp,
+        experts=model.experts if experts else 0, experts_per_token=model.experts_per_token if experts else 0,
+        expert_ffn=model.expert_ffn if experts else 0,
+    )  # fmt: skip
+
+
+def lora_params(model: ModelSpec, rank: int) -> int:
+    """Adapters on every linear layer but the head: rank × (inputs + outputs) each.
+
+    Routed experts are no linear layers in transformers, but tensors of all experts; they get none.
+    """
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = model.layers * ((model.hidden + q) * 2 + (model.hidden + kv) * 2)
+    matrices = 3 if model.gated_mlp else 2
+    dense = (model.layers - model.moe_layers) * (model.hidden + model.ffn)
+    shared = model.moe_layers * (model.hidden + model.shared_ffn) if model.shared_ffn else 0
+    return rank * (attention + matrices * (dense + shared))
+
+
+def of_plan(plan: Plan, job: Job) -> Execution:
+    """The execution that DeepSpeed with a Hugging Face model makes of a plan."""
+    work = job.workload
+    overlap = plan.pp == 1 and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
+    software = _deepspeed(flash=work.flash_attention, overlap=overlap)
+    return Execution(
+        model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
+        micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
+        ep=plan.ep, zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
+        zero_group=plan.zero_group * (plan.sp if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp
+        weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
+        grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
+        bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
+        recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
+        element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
+        drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
+        islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
+        exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
+        exchange_states=work.exchange_states,
+        quantized_base=work.quantized_base,
+    )  # fmt: skip
+
+
+def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:
+    """Size of a gradient in flight over that in the model's precision."""
+    if plan.zero_quantized in ("gradients", "both"):
+        return 0.25
+    if optimizer in COMPRESSING:
+        return ONE_BIT_BYTES / (4 if plan.precision == "fp32" else 2)
+    own, sent = plan.precision == "fp32", (section.dtype or plan.precision) == "fp32"
+    return (2.0 if sent else 1.0) / (2.0 if own else 1.0)
+
+
+@lru_cache(maxsize=8)
+def _deepspeed(*, flash: bool, overlap: bool) -> Software:
+    return replace(DEEPSPEED_HF, flash=2 if flash else 0, dp_overlap=overlap)

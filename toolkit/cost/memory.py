@@ -1,0 +1,239 @@
+"""Bytes on the fullest device, by part: closed formulas over plan, model and workload."""
+
+from __future__ import annotations
+
+from toolkit.cost import activations
+from toolkit.cost.calibration import CALIBRATION, Calibration
+from toolkit.cost.estimate import Memory
+from toolkit.cost.execution import Execution, of_plan
+from toolkit.cost.optimizer_step import MOMENTS, state_shards
+from toolkit.plans.deepspeed_config import bucket_elements
+from toolkit.plans.plan import Job, Plan
+
+BUCKET_ELEMENTS = 5e8
+"""DeepSpeed's default reduction bucket (`reduce_bucket_size`), as in published figures; ours is smaller."""
+LIVE_ELEMENTS = 1e9
+"""Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
+IN_USE_LAYERS = 1.5
+"""Layers that ZeRO 3 gathers besides: the one in use, and on average half of the next."""
+QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant for each block of 64
+weights, and a 32-bit one for each 256 of those constants."""
+PINNED_BUFFERS = 1.1
+"""Host memory for offload beyond the tensors themselves: pinned staging buffers."""
+
+
+def memory(plan: Plan, job: Job) -> Memory:
+    """What each part of the plan needs on one device."""
+    return device_bytes(of_plan(plan, job))
+
+
+def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
+    """The fullest of the first and the last pipeline stage; the ones between hold less of everything."""
+    stages = [_stage(e, 0, cal)] if e.pp == 1 else [_stage(e, 0, cal), _stage(e, e.pp - 1, cal)]
+    return max(stages, key=lambda stage: stage.total)
+
+
+def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
+    """Memory of one pipeline stage."""
+    params = _stage_params(e, index)
+    layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
+    logits = activations.logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before the first layer's backward pass
+    parts = {
+        "params": _param_bytes(e, params),
+        "grads": _grad_bytes(e, params),
+        "optimizer": 0.0 if e.offload != "none" else _state_bytes(e, params) / state_shards(e),
+        "activations": 0.0,
+        "logits": logits,
+        "gathered": _gathered(e),
+        "buffers": _buffers(e, params),
+    }
+    if e.cluster.device.backend == "cpu":  # elsewhere the host has it
+        parts["optimizer"] += _exchange_bytes(e, params)
+    kept = activations.kept_bytes(e, layers, _in_flight(e, index))
+    parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
+    parts["buffers"] += _step_peak(e, params, parts)
+    live = sum(parts.values())
+    parts["overhead"] = _overhead(e, live, cal)
+    parts["host"] = _host_bytes(e, params)
+    return Memory(**{name: int(size) for name, size in parts.items()})
+
+
+def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> float:
+    """Activations at the fullest moment, beyond logits and gradients that count by themselves.
+
+    That is the end of the forward pass, with logits, or the backward pass of a layer. DeepSpeed drops gradients after
+    the update, so with one micro-batch they come only as activations go; a stage that gets gradients from the next one
+    holds these besides.
+    """
+    live, logits, grads = activations.live_bytes(e), parts["logits"], parts["grads"]
+    tail = logits
+    if e.drops_gradients and logits:  # our own runs: the last norm comes between logits and layers
+        norm = activations.last_norm_bytes
+        tail = logits + norm(e, activations.LAST_NORM_KEPT)
+        if e.pp == 1:  # a pipeline's last stage has let go of the logits' gradients by then
+            tail = max(tail, norm(e, activations.LAST_NORM_LIVE))
+    if e.drops_gradients and not last:
+        kept += activations.ARRIVED * activations.layer_input_bytes(e)
+    if not e.drops_gradients or e.grad_accum > 1 or not last:
+        return kept + max(tail, live) - logits
+    return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
+
+
+def _last_layers(e: Execution) -> int:
+    rest = e.model.layers - e.layers_per_stage * (e.pp - 1)
+    return rest if rest > 0 else max(1, e.model.layers // e.pp)
+
+
+def _stage_params(e: Execution, index: int) -> float:
+    """Parameters of a stage on one tensor-parallel rank; experts are spread over `ep` ranks."""
+    model = e.model
+    layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
+    total = layers * e.mean_layer_params
+    if index == 0:
+        total += model.embedding_params
+    if index == e.pp - 1:
+        total += model.head_params
+        if e.pp > 1 and model.tied_embeddings:
+            total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
+    return (total - _remote_experts(e) * layers / model.layers) / e.tp
+
+
+def _remote_experts(e: Execution) -> float:
+    """Parameters of routed experts that other expert-parallel ranks hold."""
+    return e.model.moe_layers * _routed_params(e) * (1 - 1 / e.ep)
+
+
+def _routed_params(e: Execution) -> int:
+    """Parameters of a mixture layer's routed experts."""
+    return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
+
+
+def _param_bytes(e: Execution, params: float) -> float:
+    """Weights in the training precision; hpZ holds a second copy inside its group."""
+    second = e.element_bytes * params / e.zero_group if _has_second_copy(e, params) else 0.0
+    if e.offload.endswith("_params"):
+        return second
+    if e.quantized_base:
+        return params * _quantized_width(e) + e.element_bytes * params * e.trained_share
+    if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
+        return e.element_bytes * params
+    return e.element_bytes * params / state_shards(e) + second
+
+
+def _quantized_width(e: Execution) -> float:
+    """Bytes of a parameter, averaged: linear layers are in 4 bits; tables, heads and fused experts are not."""
+    linear = sum(e.model.layer_params) - e.model.moe_layers * _routed_params(e)
+    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
+
+
+def _has_second_copy(e: Execution, params: float) -> bool:
+    """hpZ copies a parameter when it is first released, which does not happen while all stay gathered."""
+    return e.zero_stage == 3 and e.zero_variant == "hpz" and params > LIVE_ELEMENTS
+
+
+def _grad_bytes(e: Execution, params: float) -> float:
+    """Gradients of trained weights; ZeRO 2 and 3 keep the own shard; offload moves it to the host."""
+    trained = params * e.trained_share
+    width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
+    if e.zero_stage < 2 or e.pp > 1:
+        return width * trained
+    return 0.0 if e.offload != "none" else width * trained / state_shards(e)
+
+
+def _state_bytes(e: Execution, params: float) -> float:
+    """fp32 master weights and moments of trained weights, before sharding; fp32 training needs no second copy."""
+    if not e.master_weights:
+        return e.element_bytes * MOMENTS[e.optimizer] * params * e.trained_share
+    master = 0 if e.element_bytes == 4 and e.zero_stage == 0 else 4
+    return (master + 4 * MOMENTS[e.optimizer]) * params * e.trained_share
+
+
+def _in_flight(e: Execution, index: int) -> float:
+    """Micro-batches whose activations a stage holds under 1F1B; interleaving holds some more."""
+    if e.pp == 1:
+        return 1.0
+    held = min(e.grad_accum, e.pp - index)
+    return held * (1 + (e.pp - 1) / (e.pp * e.chunks)) if e.chunks > 1 and index == 0 else held
+
+
+def _gathered(e: Execution) -> float:
+    """ZeRO 3: the layer in use and the next one; DeepSpeed keeps more where it will be used again soon.
+
+    A matrix of 4 bits is made whole where it is multiplied with.
+    """
+    if e.quantized_base:
+        return e.element_bytes * e.model.hidden * max(e.model.ffn, e.model.hidden)
+    if e.zero_stage < 3 or e.replicas == 1:
+        return 0.0
+    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    table = max(e.model.embedding_params, e.model.head_params) / e.tp
+    kept = min(LIVE_ELEMENTS, e.model_params / e.tp) if e.drops_gradients else layer / 2
+    return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
+
+
+def _buffers(e: Execution, params: float) -> float:
+    """Reduction buckets, allocated whole: two of them where reduction runs beside the backward pass."""
+    if e.zero_stage == 0 or (e.replicas == 1 and not e.drops_gradients):
+        return 0.0
+    width = 4 if e.element_bytes == 4 else e.software.grad_bytes
+    buckets = 2 if e.software.dp_overlap else 1
+    if e.drops_gradients:  # DeepSpeed allocates them even where there is nothing to reduce
+        return buckets * width * _own_bucket(e)
+    return buckets * width * min(BUCKET_ELEMENTS, _largest_bucket(e), params * e.trained_share)
+
+
+def _own_bucket(e: Execution) -> float:
+    return bucket_elements(e.model_params * e.trained_share, e.tp * e.pp, e.bucket_elements)
+
+
+def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
+    """What the update needs beyond what the backward pass has freed: fp32 gradients, and a flat copy on the wire."""
+    if e.offload != "none" or not e.master_weights:
+        return 0.0
+    trained = params * e.trained_share
+    need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
+    if e.drops_gradients and e.replicas > 1:
+        flat = e.element_bytes * min(_own_bucket(e) if e.zero_stage else e.bucket_elements or BUCKET_ELEMENTS, trained)
+        need += flat * (2 if e.zero_stage == 3 and e.cluster.device.backend == "cpu" else 1)  # gloo sums in a copy
+    return max(0.0, need - _freed(e, parts))
+
+
+def _freed(e: Execution, parts: dict[str, float]) -> float:
+    """What the backward pass has given back when the update begins; ZeRO 3 still holds gathered parameters then."""
+    freed = parts["activations"] + parts["logits"]
+    if not e.drops_gradients:
+        return freed + parts["gathered"]
+    in_use = IN_USE_LAYERS * e.element_bytes * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else 0.0
+    return freed + in_use + (parts["grads"] if e.zero_stage == 1 else 0.0)  # ZeRO 1 has moved gradients into shards
+
+
+def _largest_bucket(e: Execution) -> float:
+    """ZeRO 3 reduces layer by layer: a bucket never holds more than two layers."""
+    return 2 * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else BUCKET_ELEMENTS
+
+
+def _overhead(e: Execution, live: float, cal: Calibration) -> float:
+    """Context, collectives' buffers and fragmentation; on a CPU memory is counted as live tensor bytes."""
+    if e.cluster.device.backend == "cpu":
+        return 0.0
+    fixed = cal.context_bytes + (cal.collective_bytes if e.cluster.devices > 1 else 0.0)
+    return fixed + cal.fragmentation * live
+
+
+def _host_bytes(e: Execution, params: float) -> float:
+    """Memory of one node's host for what its devices offload to it: states, gradients, weights, pinned buffers."""
+    ranks = min(e.cluster.devices_per_node, e.cluster.devices)
+    outer = 0.0 if e.cluster.device.backend == "cpu" else _exchange_bytes(e, params) * ranks
+    if not e.offload.startswith("cpu"):
+        return outer
+    shard = params * e.trained_share / state_shards(e)
+    total = _state_bytes(e, params) / state_shards(e) + 4 * shard
+    if e.offload == "cpu_params":
+        total += e.element_bytes * params / state_shards(e)
+    return outer + PINNED_BUFFERS * total * ranks
+
+
+def _exchange_bytes(e: Execution, params: float) -> float:
+    """What a rank keeps of what islands share: its part of the weights, and the outer optimizer's states."""
+    return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0

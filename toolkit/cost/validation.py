@@ -1,0 +1,193 @@
+"""Predictions against published measurements: error by source, bias, and whether we would choose the right plan."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from toolkit.cost.calibration import CALIBRATION, Calibration
+from toolkit.cost.execution import Execution
+from toolkit.cost.memory import device_bytes
+from toolkit.cost.published import NotScorable, Row, cluster_size, execution_of, measured_seconds, read_rows
+from toolkit.cost.timing import seconds
+
+GIB = 2**30
+SAME_JOB = (
+    "source_id", "model", "n_layers", "hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus", "global_batch", "precision",
+    "framework",
+)  # fmt: skip
+"""Columns that make two rows plans for the same job."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row that can be scored."""
+
+    row: Row
+    execution: Execution
+    seconds: float | None
+    """Measured seconds a step."""
+    memory_gib: float | None
+    """Measured memory of the fullest device."""
+
+    @property
+    def source(self) -> str:
+        """Where the row comes from."""
+        return self.row.text("source_id")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A case with what the cost model says."""
+
+    case: Case
+    predicted_seconds: float
+    predicted_gib: float
+
+    @property
+    def time_error(self) -> float | None:
+        """Relative error of the step time; positive: predicted too slow."""
+        measured = self.case.seconds
+        return None if measured is None else self.predicted_seconds / measured - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the memory; positive: predicted too much."""
+        measured = self.case.memory_gib
+        return None if measured is None else self.predicted_gib / measured - 1
+
+
+def validate(csv_path: str | Path, cal: Calibration = CALIBRATION) -> dict[str, Any]:
+    """The JSON contract of `toolkit validate`; every error is a fraction."""
+    rows = read_rows(Path(csv_path))
+    cases, unscored = read_cases(rows)
+    scores = [score(case, cal) for case in cases]
+    by_source = defaultdict(list)
+    for one in scores:
+        by_source[one.case.source].append(one)
+    sources = {name: _source(group) for name, group in sorted(by_source.items())}
+    return {
+        "rows": len(rows),
+        "scored": len(scores),
+        "step_time": _over_sources(scores, sources),
+        "memory": {"scored": len(_memory(scores)), **_errors(_memory(scores))},
+        "by_source": sources,
+        "by_split": _by_split(sources),
+        "ranking": ranking(scores),
+        "unscored": dict(unscored),
+    }
+
+
+def read_cases(rows: Iterable[Row]) -> tuple[list[Case], Counter[str]]:
+    """Rows that can be scored, and how many can't for each reason."""
+    cases: list[Case] = []
+    unscored: Counter[str] = Counter()
+    for row in rows:
+        try:
+            cases.append(_case(row))
+        except NotScorable as reason:
+            unscored[str(reason)] += 1
+    return cases, unscored
+
+
+def _case(row: Row) -> Case:
+    if row.text("split").lower() == "reference":
+        raise NotScorable("reference row: under-specified, not for scores")
+    measured, memory = measured_seconds(row), row.number_of("mem_gib")
+    if measured is None and not memory:
+        raise NotScorable("neither step time nor memory measured")
+    execution = execution_of(row)
+    if execution.tp * execution.pp > max(1, cluster_size(row)):
+        raise NotScorable("tp·pp is larger than n_gpus")
+    return Case(row, execution, measured, memory or None)
+
+
+def score(case: Case, cal: Calibration = CALIBRATION) -> Score:
+    """Predict a case; torch's own figures leave out what the driver and the collectives library take."""
+    torch_figure = re.search(r"reserved|allocated", case.row.text("notes").lower())
+    convention = replace(cal, context_bytes=0.0, collective_bytes=0.0) if torch_figure else cal
+    memory = device_bytes(case.execution, convention).total / GIB
+    return Score(case, seconds(case.execution, cal).total, memory)
+
+
+def ranking(scores: Sequence[Score]) -> dict[str, Any]:
+    """For plans of the same job: rank correlation, and time of the plan we'd choose over the best measured."""
+    jobs: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
+    for one in scores:
+        if one.case.seconds is not None:
+            key = tuple(one.case.row.text(column) for column in SAME_JOB)
+            jobs[key].append((one.predicted_seconds, one.case.seconds))
+    groups = [pairs for pairs in jobs.values() if len({round(p, 9) for p, _ in pairs}) > 1]
+    correlations = [spearman(pairs) for pairs in groups if len(pairs) > 2]
+    return {
+        "groups": len(groups),
+        "spearman": mean(correlations) if correlations else None,
+        "regret": mean(regret(pairs) for pairs in groups) if groups else None,
+    }
+
+
+def regret(pairs: Sequence[tuple[float, float]]) -> float:
+    """Measured time of the plan with the best prediction over the best measured time; equal predictions: their mean."""
+    best = min(predicted for predicted, _ in pairs)
+    chosen = mean(measured for predicted, measured in pairs if predicted <= best * 1.0001)
+    return chosen / min(measured for _, measured in pairs)
+
+
+def spearman(pairs: Sequence[tuple[float, float]]) -> float:
+    """Rank correlation of predicted and measured; ties share their mean rank."""
+    left, right = _ranks([p for p, _ in pairs]), _ranks([m for _, m in pairs])
+    a, b = mean(left), mean(right)
+    covariance = sum((x - a) * (y - b) for x, y in zip(left, right, strict=True))
+    spread = (sum((x - a) ** 2 for x in left) * sum((y - b) ** 2 for y in right)) ** 0.5
+    return covariance / spread if spread else 1.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [mean([sum(v < value for v in values), sum(v <= value for v in values) - 1]) for value in values]
+
+
+def _memory(scores: Sequence[Score]) -> list[float]:
+    return [one.memory_error for one in scores if one.memory_error is not None]
+
+
+def _times(scores: Sequence[Score]) -> list[float]:
+    return [one.time_error for one in scores if one.time_error is not None]
+
+
+def _errors(errors: Sequence[float]) -> dict[str, float | None]:
+    if not errors:
+        return {"mape": None, "median_ape": None, "bias": None}
+    sizes = [abs(error) for error in errors]
+    return {"mape": mean(sizes), "median_ape": median(sizes), "bias": mean(errors)}
+
+
+def _source(scores: Sequence[Score]) -> dict[str, Any]:
+    """Errors of one source; the step time's stand at the top as well."""
+    times = _times(scores)
+    step_time = {"scored": len(times), **_errors(times)}
+    memory = {"scored": len(_memory(scores)), **_errors(_memory(scores))}
+    split = Counter(one.case.row.text("split") for one in scores).most_common(1)[0][0]
+    return {"split": split, "rows": len(scores), **step_time, "step_time": step_time, "memory": memory}
+
+
+def _over_sources(scores: Sequence[Score], sources: dict[str, dict[str, Any]]) -> dict[str, float | None]:
+    """Every source counts the same, however many rows it has; `mape_rows` is the mean over rows."""
+    timed = [source["step_time"] for source in sources.values() if source["step_time"]["scored"]]
+    if not timed:
+        return {**_errors([]), "mape_rows": None}
+    overall = {name: mean(source[name] for source in timed) for name in ("mape", "median_ape", "bias")}
+    return {**overall, "mape_rows": _errors(_times(scores))["mape"]}
+
+
+def _by_split(sources: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Mean over the sources of each split."""
+    splits: dict[str, list[float]] = defaultdict(list)
+    for source in sources.values():
+        if source["step_time"]["scored"]:
+            splits[source["split"]].append(source["step_time"]["mape"])
+    return {name: {"sources": len(errors), "mape": mean(errors)} for name, errors in sorted(splits.items())}

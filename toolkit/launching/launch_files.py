@@ -1,0 +1,170 @@
+"""Launch files for people who start jobs without us: the plan fixed in a recipe, and a script or manifest around it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.clusters.cluster import Cluster
+from toolkit.launching.kubernetes import manifest
+from toolkit.launching.launchers import WORKER, accelerate_config
+from toolkit.plans.plan import AXES, Plan
+from toolkit.recipe.file import dump_recipe
+from toolkit.recipe.sections import ClusterSection, Recipe, Strategy
+from toolkit.run_dir.layout import new_run_path
+
+GIB = 2**30
+GBIT = 10**9 / 8
+PORT = 29500
+RESTARTS = 3
+IMAGE = "zero-toolkit:latest"
+PREEMPTED = 75
+"""Exit code of a worker that was asked to stop and saved a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emission:
+    """What the files are made from."""
+
+    recipe: Recipe
+    """With every axis fixed to the plan's value."""
+    plan: dict[str, Any]
+    deepspeed: dict[str, Any]
+    cluster: Cluster
+    image: str = IMAGE
+    """The container's image, for Kubernetes."""
+
+
+def fixed_recipe(recipe: Recipe, plan: Plan, cluster: Cluster) -> Recipe:
+    """The recipe that plans to exactly this plan, on any machine."""
+    axes = {axis: getattr(plan, axis) for axis in AXES}
+    strategy = Strategy(name=plan.strategy, nvme_path=recipe.strategy.nvme_path, **axes)
+    return replace(recipe, strategy=strategy, cluster=recipe.cluster if recipe.cluster == "auto" else _inline(cluster))
+
+
+def files(target: str, emission: Emission) -> dict[str, str]:
+    """File name → contents for one of `TARGETS`."""
+    common = {
+        "recipe.yaml": dump_recipe(emission.recipe),
+        "plan.json": json.dumps(emission.plan, indent=2) + "\n",
+        "deepspeed.json": json.dumps(emission.deepspeed, indent=2) + "\n",
+    }
+    return common | TARGETS[target](emission)
+
+
+def _deepspeed(emission: Emission) -> dict[str, str]:
+    cluster = emission.cluster
+    hosts = ["localhost"] if cluster.nodes == 1 else [f"node-{number}" for number in range(cluster.nodes)]
+    hostfile = "".join(f"{host} slots={cluster.devices_per_node}\n" for host in hosts)
+    if cluster.nodes == 1:
+        start = f"deepspeed --num_gpus {cluster.devices_per_node}"
+    else:
+        start = "deepspeed --hostfile hostfile"
+    return {"hostfile": hostfile, "launch.sh": _script(f"{start} --module {WORKER} recipe.yaml")}
+
+
+def _accelerate(emission: Emission) -> dict[str, str]:
+    cluster = emission.cluster
+    config = accelerate_config(Path("deepspeed.json"), cluster.devices, cluster.device.backend, cluster.nodes)
+    config["main_process_port"] = PORT
+    options = "--config_file accelerate.yaml"
+    if cluster.nodes > 1:
+        options += (
+            ' --machine_rank "${NODE_RANK:?set it to 0, 1, ... on each node}" --main_process_ip "${MASTER_ADDR:?}"'
+        )
+    command = f"accelerate launch {options} -m {WORKER} recipe.yaml"
+    return {"accelerate.yaml": yaml.safe_dump(config), "launch.sh": _script(command)}
+
+
+def _torchrun(emission: Emission) -> dict[str, str]:
+    """With checkpoints, workers that fail are started again and go on; each node must know the same directory then."""
+    cluster, name = emission.cluster, emission.recipe.name
+    rendezvous, run_dir = "--standalone", f"${{RUN_DIR:-runs/{name}-$(date +%Y%m%d-%H%M%S)}}"
+    if cluster.nodes > 1:
+        endpoint = f'--rdzv-endpoint "${{MASTER_ADDR:?the first node}}:${{MASTER_PORT:-{PORT}}}"'
+        rendezvous = f"--nnodes {cluster.nodes} --rdzv-backend c10d --rdzv-id {name} {endpoint}"
+        run_dir = "${RUN_DIR:?where the run goes, the same on each node}"
+    restarts = f"--max-restarts {RESTARTS} " if emission.recipe.checkpoint.every else ""
+    options = f"{rendezvous} {restarts}--nproc-per-node {cluster.devices_per_node}"
+    command = f'torchrun {options} -m {WORKER} recipe.yaml --run-dir "{run_dir}"'
+    # torch (2.13) keeps one store over restarts: new workers would read addresses of the dead, and wait for ever.
+    return {"launch.sh": _script(command, "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")}
+
+
+def _slurm(emission: Emission) -> dict[str, str]:
+    cluster, name = emission.cluster, emission.recipe.name
+    directives = [
+        f"--job-name={name}",
+        f"--nodes={cluster.nodes}",
+        f"--ntasks-per-node={cluster.devices_per_node}",
+        *([] if cluster.device.backend == "cpu" else [f"--gpus-per-node={cluster.devices_per_node}"]),
+        "--requeue",
+        "--signal=USR1@120",
+        f"--output={name}-%j.out",
+    ]
+    lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives), *_SLURM_BODY]
+    return {"job.sbatch": "\n".join(lines) + "\n", "launch.sh": _script("sbatch job.sbatch")}
+
+
+_SLURM_BODY = (
+    "set -uo pipefail",
+    'cd "$SLURM_SUBMIT_DIR"',
+    'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    f"MASTER_PORT=$(({PORT} + SLURM_JOB_ID % 1000))",
+    "export MASTER_ADDR MASTER_PORT",
+    "# Each task is one worker and takes its rank from Slurm. A run that was preempted goes on in the same directory.",
+    "# When a task has ended, the others have a minute: killed at once, they could not say that they were preempted.",
+    f'srun --kill-on-bad-exit=0 --wait=60 python -m {WORKER} recipe.yaml --run-dir "runs/job-$SLURM_JOB_ID"',
+    "code=$?",
+    f"if [ $code -eq {PREEMPTED} ]; then scontrol requeue \"$SLURM_JOB_ID\"; fi",
+    "exit $code",
+)  # fmt: skip
+
+
+def _kubernetes(emission: Emission) -> dict[str, str]:
+    recipe = emission.recipe
+    text = manifest(
+        recipe.name,
+        dump_recipe(recipe),
+        emission.cluster,
+        image=emission.image,
+        run_dir=str(new_run_path("runs", recipe.name)),
+    )
+    return {"job.yaml": text, "launch.sh": _script("kubectl apply -f job.yaml")}
+
+
+def _inline(cluster: Cluster) -> ClusterSection:
+    return ClusterSection(
+        device=cluster.device.name,
+        nodes=cluster.nodes,
+        devices_per_node=cluster.devices_per_node,
+        intra_gb_per_second=cluster.intra_bytes_per_second / 1e9,
+        inter_gbps_per_device=cluster.inter_bytes_per_second / GBIT,
+        host_memory_gib=cluster.host_memory_bytes / GIB,
+        nvme_gib=cluster.nvme_bytes / GIB,
+        sites=cluster.sites,
+        site_gbps=cluster.site_bytes_per_second / GBIT or None,
+        site_latency_ms=cluster.site_latency_seconds * 1000,
+    )
+
+
+def _script(command: str, *first: str) -> str:
+    """A script that works from its own directory; only fixed words and checked names are in it."""
+    assert shlex.split(command, comments=False)
+    lines = ["#!/usr/bin/env bash", "set -euo pipefail", 'cd "$(dirname "$0")"', *first, f'exec {command} "$@"']
+    return "\n".join(lines) + "\n"
+
+
+TARGETS: dict[str, Callable[[Emission], dict[str, str]]] = {
+    "deepspeed": _deepspeed,
+    "accelerate": _accelerate,
+    "torchrun": _torchrun,
+    "slurm": _slurm,
+    "k8s": _kubernetes,
+}

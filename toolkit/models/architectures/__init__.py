@@ -1,0 +1,16 @@
+"""Every model type that the planner can count, one row a type.
+
+A row is exact or absent: the tests build each type with transformers and compare it layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from toolkit.models.architectures.dense import DENSE
+from toolkit.models.architectures.gpt import BERT, GPT, SEQ2SEQ
+from toolkit.models.architectures.latent import LATENT, LINEAR
+from toolkit.models.architectures.mixtures import MIXTURES
+from toolkit.models.architectures.table_row import Architecture
+
+ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **GPT, **BERT, **SEQ2SEQ, **MIXTURES, **LATENT, **LINEAR}

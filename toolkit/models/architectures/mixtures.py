@@ -1,0 +1,192 @@
+"""Decoders with routed experts."""
+
+from __future__ import annotations
+
+from toolkit.models.architectures import hybrid_terms as hybrid
+from toolkit.models.architectures import special_terms as own
+from toolkit.models.architectures.table_row import Architecture, decoder
+from toolkit.models.architectures.terms import Experts, after, listed, nothing, stepped, total
+
+MIXTURES: dict[str, Architecture] = {
+    "mixtral": decoder(experts=Experts(width="intermediate_size")),
+    "qwen2_moe": decoder(
+        bias="qkv_bias",
+        out_bias=False,
+        experts=own.SHARED_GATED,
+    ),
+    "qwen3_moe": decoder(bias="attention_bias", qk_norm="head", experts=Experts(sparse=stepped("num_experts"))),
+    "olmoe": decoder(bias="attention_bias", qk_norm="hidden", experts=Experts(width="intermediate_size")),
+    "flex_olmo": decoder(bias="attention_bias", qk_norm="all", experts=Experts(width="intermediate_size")),
+    "phimoe": decoder(
+        bias="attention_bias",
+        vectors=2,
+        experts=Experts(number="num_local_experts", width="intermediate_size"),
+        final=lambda shape: 2 * shape.hidden + shape.on("lm_head_bias") * shape.vocab,
+    ),
+    "granitemoe": decoder(
+        bias="attention_bias", experts=Experts(number="num_local_experts", width="intermediate_size")
+    ),
+    "granitemoeshared": decoder(bias="attention_bias", experts=own.GRANITE_SHARED),
+    "granitemoe_swa": decoder(bias="attention_bias", extra=own.sinks, experts=own.GRANITE_SHARED),
+    "gpt_oss": decoder(
+        bias="attention_bias",
+        extra=own.sinks,
+        experts=Experts(width="intermediate_size", bias=True, router=1),
+    ),
+    "ernie4_5_moe": decoder(
+        bias="use_bias",
+        mlp_bias="use_bias",
+        experts=Experts(
+            sparse=own.ernie_sparse,
+            shared=own.product("moe_num_shared_experts", "moe_intermediate_size"),
+            shared_bias="use_bias",
+            router=1,
+        ),
+        final=lambda shape: shape.hidden + shape.on("use_bias") * shape.vocab,
+    ),
+    "dots1": decoder(
+        bias="attention_bias",
+        qk_norm="head",
+        experts=own.routed(after("first_k_dense_replace")),
+    ),
+    "exaone_moe": decoder(
+        qk_norm="head",
+        experts=Experts(
+            sparse=listed("first_k_dense_replace"), shared=own.product("num_shared_experts", "moe_intermediate_size")
+        ),
+    ),
+    "glm4_moe": decoder(
+        bias="attention_bias",
+        out_bias=False,
+        qk_norm="head",
+        qk_norm_if="use_qk_norm",
+        experts=own.routed(after("first_k_dense_replace")),
+    ),
+    "solar_open": decoder(bias="attention_bias", out_bias=False, experts=own.routed(lambda shape, layer: True)),
+    "hunyuan_v1_moe": decoder(
+        bias="attention_bias",
+        qk_norm="head",
+        experts=Experts(width="intermediate_size", shared=own.key("intermediate_size")),
+    ),
+    "hy_v3": decoder(
+        bias="attention_bias",
+        qk_norm="head",
+        mlp_bias="mlp_bias",
+        experts=Experts(
+            sparse=listed(1),
+            shared=own.product("num_shared_experts", "moe_intermediate_size"),
+            shared_bias="mlp_bias",
+        ),
+    ),
+    "kolibri1": decoder(
+        norm_count=4, qk_norm="head", experts=Experts(shared=own.key("shared_expert_intermediate_size"))
+    ),
+    "laguna": decoder(
+        attend=hybrid.laguna_attention,
+        experts=Experts(sparse=listed(1), shared=own.key("shared_expert_intermediate_size"), router=1),
+    ),
+    "mellum": decoder(bias="attention_bias", qk_norm="head", experts=Experts(sparse=listed(0))),
+    "minimax_m2": decoder(qk_norm="all", experts=Experts(width="intermediate_size")),
+    "afmoe": decoder(
+        bias="attention_bias",
+        norm_count=4,
+        qk_norm="head",
+        extra=own.attention_gate,
+        experts=Experts(
+            sparse=after("num_dense_layers"),
+            shared=own.product("num_shared_experts", "moe_intermediate_size"),
+            router=1,
+        ),
+    ),
+    "beam": decoder(
+        bias="attention_bias",
+        norm_count=4,
+        qk_norm="head",
+        extra=total(own.attention_gate, own.sinks),
+        experts=Experts(sparse=listed(3)),
+    ),
+    "aria_text": decoder(
+        bias="attention_bias",
+        experts=Experts(
+            number="moe_num_experts",
+            visited="moe_topk",
+            width="intermediate_size",
+            shared=own.product("moe_num_shared_experts", "intermediate_size"),
+            shared_bias="mlp_bias",
+        ),
+    ),
+    "flint": decoder(
+        bias="attention_bias",
+        qk_norm="head",
+        extra=own.sinks,
+        experts=Experts(sparse=stepped("num_experts", dense=(0, 1)), shared=own.key("shared_expert_intermediate_size")),
+    ),
+    "llama4_text": decoder(
+        bias="attention_bias",
+        names={"intermediate_size": "intermediate_size_mlp"},
+        experts=Experts(
+            number="num_local_experts",
+            width="intermediate_size",
+            sparse=own.llama4_sparse,
+            shared=own.key("intermediate_size"),
+        ),
+    ),
+    "cohere2_moe": decoder(
+        reads=("first_k_dense_replace",),
+        bias="attention_bias",
+        norm_count=1,
+        names={"intermediate_size": "prefix_dense_intermediate_size"},
+        ffn=own.key("intermediate_size"),
+        experts=Experts(
+            width="intermediate_size",
+            sparse=listed("first_k_dense_replace"),
+            shared=own.product("num_shared_experts", "intermediate_size"),
+        ),
+    ),
+    "mimo_v2_flash": decoder(
+        attend=own.mimo_attention,
+        experts=Experts(number="n_routed_experts", sparse=listed(1)),
+        layer_types=("full_attention", "sliding_attention"),
+        needs=("v_head_dim",),
+    ),
+    "minimax_m3_vl_text": decoder(
+        qk_norm="head",
+        extra=own.m3_indexer,
+        names={"intermediate_size": "dense_intermediate_size"},
+        experts=Experts(width="intermediate_size", sparse=listed(0), shared=own.key("shared_intermediate_size")),
+        layer_types=("full_attention", "minimax_m3_sparse"),
+        refuses={"sparse_attention_config": "sparse layers in the form of older configs"},
+    ),
+    "dbrx": decoder(
+        refuses={"tie_word_embeddings": "tied embeddings"},
+        own_head_dim=False,
+        names={"num_key_value_heads": "attn_config.kv_n_heads"},
+        experts=Experts(
+            number="ffn_config.moe_num_experts",
+            visited="ffn_config.moe_top_k",
+            width="ffn_config.ffn_hidden_size",
+        ),
+    ),
+    "gemma4_text": decoder(
+        attend=hybrid.gemma4_attention,
+        norm_count=4,
+        extra=total(hybrid.gemma4_mlp, hybrid.gemma4_layer_input),
+        feed_forward=nothing,
+        embed=hybrid.gemma4_embed,
+        experts=Experts(
+            visited="top_k_experts",
+            sparse=lambda shape, layer: shape.on("enable_moe_block"),
+            router=1,
+            beside=lambda shape: 4 * shape.hidden,
+        ),
+        reads=("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
+        layer_types=("full_attention", "sliding_attention"),
+    ),
+    "jetmoe": decoder(
+        attend=own.jetmoe_attention,
+        names={"num_attention_heads": "num_key_value_heads"},
+        heads=lambda shape: shape.kv_heads * shape.num("num_experts_per_tok"),
+        experts=Experts(number="num_local_experts", width="intermediate_size", beside=lambda shape: shape.hidden),
+    ),
+}
+"""Decoders with routed experts."""

@@ -1,0 +1,233 @@
+"""Terms that only one or two model types have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit.models.architectures.terms import (
+    Experts,
+    Flag,
+    Rule,
+    Shape,
+    Total,
+    attention,
+    by_layer_type,
+    delta_attention,
+    lightning_attention,
+    nothing,
+    stepped,
+    total,
+)
+
+MLA: dict[str, Any] = {
+    "head_dim": lambda shape: shape.num("qk_nope_head_dim") + shape.num("qk_rope_head_dim"),
+    "kv_heads": lambda shape: shape.heads,
+    "needs": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+}
+"""What every row with latent attention says of its heads."""
+
+
+def key(name: str) -> Total:
+    """A number of the config."""
+    return lambda shape: shape.num(name)
+
+
+def product(number: str, width: str) -> Total:
+    """A number of experts times the width of one."""
+    return lambda shape: shape.num(number) * shape.num(width)
+
+
+def routed(sparse: Rule, shared_bias: Flag = False, beside: Total = nothing) -> Experts:
+    """Experts with DeepSeek's keys."""
+    return Experts(
+        number="n_routed_experts",
+        sparse=sparse,
+        shared=product("n_shared_experts", "moe_intermediate_size"),
+        shared_bias=shared_bias,
+        beside=beside,
+    )
+
+
+SHARED_GATED = Experts(
+    sparse=stepped("num_experts"), shared=key("shared_expert_intermediate_size"), beside=lambda shape: shape.hidden
+)
+"""Qwen's experts: a shared one behind a gate."""
+GRANITE_SHARED = Experts(number="num_local_experts", width="intermediate_size", shared=key("shared_intermediate_size"))
+
+
+def sinks(shape: Shape, layer: int) -> int:
+    """One learned logit a head, to which a query may attend instead of to a key."""
+    return shape.heads
+
+
+def attention_gate(shape: Shape, layer: int) -> int:
+    """A gate on the output of attention, as wide as it."""
+    return shape.hidden * shape.heads * shape.head_dim
+
+
+def doge_gates(shape: Shape, layer: int) -> int:
+    """Scales of the residual stream, and the gate that picks the keys to attend to."""
+    gate = shape.kv_heads * (shape.kv_heads * shape.head_dim + 1 + shape.on("attention_bias"))
+    return 2 * shape.hidden + gate
+
+
+FULL, LINEAR = "full_attention", "linear_attention"
+minimax_attention = by_layer_type(
+    lambda shape, layer: LINEAR if layer % 2 else FULL, {FULL: attention(), LINEAR: lightning_attention}
+)
+"""Softmax and linear attention in turn."""
+
+
+def _qwen_kind(shape: Shape, layer: int) -> str:
+    return LINEAR if (layer + 1) % (shape.num("full_attention_interval") or 4) else FULL
+
+
+def _gate_on_queries(shape: Shape, layer: int) -> int:
+    return shape.heads * shape.head_dim * (shape.hidden + shape.on("attention_bias"))
+
+
+qwen_attention = by_layer_type(
+    _qwen_kind,
+    {FULL: total(attention("attention_bias", qk_norm="head"), _gate_on_queries), LINEAR: delta_attention},
+)
+"""Gated delta rule, and gated softmax attention every fourth layer."""
+
+
+def _olmo_kind(shape: Shape, layer: int) -> str:
+    last = layer == shape.layers - 1 and shape.layers < 4
+    return FULL if layer % 4 == 3 or last else LINEAR
+
+
+olmo_attention = by_layer_type(_olmo_kind, {FULL: attention("attention_bias", qk_norm="all"), LINEAR: delta_attention})
+"""Gated delta rule, and softmax attention every fourth layer."""
+
+
+def mimo_attention(shape: Shape, layer: int) -> int:
+    """Values narrower than keys; sliding layers have twice the key/value heads, and sinks."""
+    full = FULL if layer == 0 or not (layer + 1) % 6 else "sliding_attention"
+    sliding = shape.kind("layer_types", layer, full) == "sliding_attention"
+    keys, value = shape.kv_heads * (1 + sliding), shape.num("v_head_dim")
+    projected = shape.heads * shape.head_dim + keys * (shape.head_dim + value)
+    output = shape.heads * value * shape.hidden
+    return projected * (shape.hidden + shape.on("attention_bias")) + output + sliding * shape.heads
+
+
+def m3_indexer(shape: Shape, layer: int) -> int:
+    """The scorer of sparse layers, which picks the blocks of keys that a query sees."""
+    heads, width = shape.num("index_n_heads"), shape.num("index_head_dim")
+    sparse = shape.kind("layer_types", layer, FULL) == "minimax_m3_sparse"
+    return sparse * (shape.hidden * width * (heads + 1) + 2 * width)
+
+
+def axk1_sparse(shape: Shape, layer: int) -> bool:
+    """As `mlp_layer_types` says, or as older configs do."""
+    first = shape.get("first_k_dense_replace")
+    moe = layer >= (1 if first is None else first) and layer % (shape.num("moe_layer_freq") or 1) == 0
+    return shape.kind("mlp_layer_types", layer, "sparse" if moe else "dense") == "sparse"
+
+
+def jetmoe_attention(shape: Shape, layer: int) -> int:
+    """Experts for queries and outputs, with a router and a bias; keys and values are common."""
+    width, experts = shape.kv_heads * shape.head_dim, shape.num("num_local_experts")
+    return shape.hidden * (experts * (2 * width + 1) + 2 * width + 1)
+
+
+def modernbert_norms(shape: Shape, layer: int) -> int:
+    """Two norms, but one in the first layer, whose input is normed already."""
+    return (2 - (layer == 0)) * modernbert_norm(shape)
+
+
+def modernbert_norm(shape: Shape) -> int:
+    """One norm, with or without bias."""
+    return (1 + shape.on("norm_bias")) * shape.hidden
+
+
+def modernbert_head(shape: Shape) -> int:
+    """Final norm, then a dense layer with its norm, then a bias over the vocabulary."""
+    dense = shape.hidden * (shape.hidden + shape.on("classifier_bias"))
+    return 2 * modernbert_norm(shape) + dense + shape.on("decoder_bias") * shape.vocab
+
+
+def narrow(key: str) -> Total:
+    """Width of a token table that is narrower than the layers."""
+    return lambda shape: shape.num(key) or shape.hidden
+
+
+def narrow_embed(key: str, position_width: Total | None = None) -> Total:
+    """Positions, token types and norm of a narrow token table, and the way from it to the layers."""
+
+    def term(shape: Shape) -> int:
+        width = narrow(key)(shape)
+        positions = shape.positions * (position_width(shape) if position_width else width)
+        types = (shape.num("type_vocab_size") + 2) * width
+        return positions + types + (width != shape.hidden) * shape.hidden * (width + 1)
+
+    return term
+
+
+def narrow_head(key: str) -> Total:
+    """Dense layer and norm from the layers to the width of the token table, and a bias over the vocabulary."""
+    return lambda shape: narrow(key)(shape) * (shape.hidden + 3) + shape.vocab
+
+
+def cpmant_embed(shape: Shape) -> int:
+    """Prompt and segment tables, and relative position biases between segments."""
+    segments = shape.num("segment_types")
+    rows = shape.num("prompt_types") * shape.num("prompt_length") + segments
+    return rows * shape.hidden + shape.heads * (shape.num("position_bias_num_buckets") + segments**2)
+
+
+def norm_and_head_bias(shape: Shape) -> int:
+    """A final norm with bias, and a bias of the output head."""
+    return 2 * shape.hidden + shape.vocab
+
+
+def falcon_kv_heads(shape: Shape) -> int:
+    """Grouped in the 40B design, else one or all."""
+    if shape.on("new_decoder_architecture"):
+        return shape.num("num_kv_heads") or shape.heads
+    return 1 if shape.on("multi_query") else shape.heads
+
+
+def falcon_norms(shape: Shape) -> int:
+    """Two norms unless attention and MLP run in parallel after one."""
+    given = shape.num("num_ln_in_parallel_attn") or (2 if shape.on("new_decoder_architecture") else 1)
+    return 2 if shape.on("!parallel_attn") or given == 2 else 1
+
+
+def opt_norms(shape: Shape) -> int:
+    """Two norms with bias in each layer, unless they have no parameters."""
+    return 4 * shape.on("layer_norm_elementwise_affine")
+
+
+def opt_final(shape: Shape) -> int:
+    """The final norm, which OPT-350M lacks, and the way to the width of the token table."""
+    norm = shape.on("do_layer_norm_before") and shape.on("!_remove_final_layer_norm")
+    return 2 * shape.hidden * (norm and shape.on("layer_norm_elementwise_affine")) + opt_projection(shape)
+
+
+def opt_projection(shape: Shape) -> int:
+    """Between the width of the token table and that of the layers, where they differ."""
+    width = shape.num("word_embed_proj_dim") or shape.hidden
+    return width * shape.hidden if width != shape.hidden else 0
+
+
+def ernie_sparse(shape: Shape, layer: int) -> bool:
+    """Every n-th layer from a first to a last one."""
+    end = shape.num("moe_layer_end_index")
+    last = shape.layers - 1 if end == -1 else end
+    every = shape.num("moe_layer_interval") or 1
+    return (layer + 1) % every == 0 and shape.num("moe_layer_start_index") <= layer <= last
+
+
+def llama4_sparse(shape: Shape, layer: int) -> bool:
+    """The layers of `moe_layers`, or every n-th one."""
+    chosen = shape.get("moe_layers")
+    step = shape.num("interleave_moe_layer_step") or 1
+    return layer in chosen if chosen is not None else (layer + 1) % step == 0
+
+
+def trocr_embed(shape: Shape) -> int:
+    """Learned positions and a norm, each if the config says so."""
+    learned = shape.on("use_learned_position_embeddings") * (shape.positions + 2)
+    return (learned + 2 * shape.on("layernorm_embedding")) * shape.hidden

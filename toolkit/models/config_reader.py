@@ -1,0 +1,240 @@
+"""From a config as a user gives it to numbers that the terms can read, with every fault found at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from toolkit.errors import BadInput, Problem
+from toolkit.models.architectures import ARCHITECTURES
+from toolkit.models.architectures.defaults import (
+    CHOSEN,
+    FACTORS,
+    FLAGS,
+    KEYS,
+    OFFSETS,
+    OTHERS,
+    PER_LAYER,
+    SIZES,
+    Defaults,
+    defaults,
+    known_types,
+    text_types,
+)
+from toolkit.models.architectures.table_row import Architecture
+from toolkit.models.architectures.terms import Experts, Shape
+
+SOURCE = "model config"
+LARGEST = 2**48
+"""No size of a real config is near this; beyond it, a number is a slip of the keyboard."""
+MOST_LAYERS = 10_000
+"""Layers are counted one by one, so their number is bounded."""
+CORE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+"""Numbers without which there is nothing to count."""
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config itself, or the text part where transformers builds only that as a causal language model."""
+    if not isinstance(config, Mapping):
+        raise BadInput(SOURCE, f"{_short(config)} is not a table of keys and values")
+    inner, outer = config.get("text_config"), config.get("model_type")
+    if not isinstance(inner, Mapping) or (outer is not None and str(outer) not in text_types()):
+        return config
+    return {"model_type": text_types().get(str(outer))} | dict(inner)
+
+
+def known_type(model_type: Any) -> str:
+    """The model type, if its parameters can be counted exactly."""
+    if not isinstance(model_type, str):
+        raise BadInput(f"{SOURCE}: model_type", f"{_short(model_type)} is not a name; give one such as llama or qwen3")
+    if model_type in ARCHITECTURES:
+        return model_type
+    if model_type in known_types():
+        raise BadInput(
+            f"{SOURCE}: model_type",
+            f"transformers knows {model_type}, the planner does not: its parameters would have to be counted exactly, "
+            "which takes a row in toolkit/architectures; for a model with several parts, give its "
+            "text_config alone",
+        )
+    near = difflib.get_close_matches(model_type, ARCHITECTURES, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(ARCHITECTURES))}"
+    raise BadInput(f"{SOURCE}: model_type", f"{_short(model_type)} is not a known model type; {hint}")
+
+
+def resolve(model_type: str, row: Architecture, config: Mapping[str, Any]) -> Shape:
+    """The numbers of the config, defaults filled in; BadInput names every fault."""
+    assumed = defaults(model_type)
+    aliases = {**assumed.aliases, **row.legacy}
+    heeded = {*assumed.values, *aliases, *row.reads, *row.refuses, *(("head_dim",) if row.own_head_dim else ())}
+    flat = {key: value for key, value in _flat(config).items() if key in heeded}
+    given = {aliases.get(key, key): value for key, value in flat.items()}
+    written = {aliases.get(key, key): key for key in flat}
+    values = {**assumed.values, **given}
+    core = {key: row.names.get(key, aliases.get(key, key)) for key in (*CORE, *_OPTIONAL)}
+    layers = values.get(core["num_hidden_layers"])
+    found = _faults(given, written, layers if isinstance(layers, int) else 0)
+    found += _twice(flat, aliases) + _missing(row, values, core)
+    found += _strange_layers(row, values)
+    found += [
+        Problem(written.get(key, key), f"brings {what}, which the planner can't count for {model_type} yet")
+        for key, what in row.refuses.items()
+        if values.get(key)
+    ]
+    if not found:
+        shape = _shape(row, values, core, assumed)
+        found = _misfits(row, shape, core, written)
+    if found:
+        raise BadInput(f"{SOURCE} ({model_type})", found)
+    return shape
+
+
+_OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that count; nested ones as `table.key`."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in KEYS:
+            flat[key] = value
+        elif isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items() if inner in KEYS}
+    return flat
+
+
+def _twice(flat: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Problem]:
+    """Numbers that the config gives under two names, and differently."""
+    return [
+        Problem(key, f"{_short(value)}, but {native}, which is the same number, is {_short(flat[native])}; give one")
+        for key, value in flat.items()
+        if (native := aliases.get(key, key)) != key and native in flat and flat[native] != value
+    ]
+
+
+def _faults(given: Mapping[str, Any], written: Mapping[str, str], layers: int) -> list[Problem]:
+    checked = ((written[key], _fault(key.rpartition(".")[2], value, layers)) for key, value in given.items())
+    found = [Problem(key, what) for key, what in checked if what]
+    if layers > MOST_LAYERS:
+        found.append(Problem("num_hidden_layers", f"{_short(layers)} is more than {MOST_LAYERS}"))
+    return found
+
+
+def _fault(name: str, value: Any, layers: int) -> str:
+    """What is wrong with one value, in words; empty if nothing."""
+    if name == "per_layer_config" and value is not None:
+        return _overrides_fault(value)
+    if value is None or name in OTHERS:
+        return ""
+    if name in FLAGS:
+        return "" if isinstance(value, bool) else f"{_short(value)} is not true or false"
+    if name in PER_LAYER | CHOSEN:
+        return _list_fault(name, value, layers)
+    if name in FACTORS:
+        return "" if type(value) in (int, float) and 0 < value < LARGEST else f"{_short(value)} is not a number above 0"
+    if not isinstance(value, int) or isinstance(value, bool):
+        return f"{_short(value)} is not a whole number"
+    least = 1 if name in SIZES else -1 if name in OFFSETS else 0
+    return "" if least <= value <= LARGEST else f"{_short(value)} is not a whole number from {least} to 2**48"
+
+
+def _list_fault(name: str, value: Any, layers: int) -> str:
+    named, least = name.endswith("types"), int(name in PER_LAYER)
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(entry, str) if named else type(entry) is int and entry >= least for entry in value
+    ):
+        return f"{_short(value)} is not a list of {'names' if named else f'whole numbers from {least}'}"
+    if name in PER_LAYER and len(value) != layers:
+        return f"has {len(value)} entries for {layers} layers; give one a layer"
+    return ""
+
+
+def _overrides_fault(value: Any) -> str:
+    """Numbers of single layers, by layer number, as saved configs of some types hold them."""
+    tables: list[Any] = list(value.values()) if isinstance(value, Mapping) else [None]
+    if not all(isinstance(table, Mapping) for table in tables):
+        return f"{_short(value)} is not a table of tables, one for each layer that differs"
+    for key, entry in (item for table in tables for item in table.items()):
+        if key not in ("head_dim", "num_key_value_heads") or entry is None or _fault(key, entry, 0):
+            return f"{_short(key)}: {_short(entry)} in it can't be counted"
+    return ""
+
+
+def _missing(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str]) -> list[Problem]:
+    needed = [core[key] for key in CORE] + list(row.needs)
+    if row.ffn is None and core["intermediate_size"] in values:
+        needed.append(core["intermediate_size"])
+    return [Problem(key, "is needed and null; give it") for key in needed if values.get(key) is None]
+
+
+def _strange_layers(row: Architecture, values: Mapping[str, Any]) -> list[Problem]:
+    """Entries of `layer_types` that the row can't count."""
+    given = values.get("layer_types")
+    if not row.layer_types or not isinstance(given, list | tuple):
+        return []
+    strange = [entry for entry in given if entry not in row.layer_types]
+    known = ", ".join(row.layer_types)
+    return [Problem("layer_types", f"{_short(strange[0])} is none of {known}")] if strange else []
+
+
+def _shape(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str], assumed: Defaults) -> Shape:
+    """The shape; a key that the type has no default for is a stray one and does not count."""
+    number = {key: int(values.get(name) or 0) if name in assumed.values else 0 for key, name in core.items()}
+    heads, hidden = number["num_attention_heads"], number["hidden_size"]
+    shape = Shape(
+        values=values,
+        aliases=assumed.aliases,
+        layers=number["num_hidden_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=number["num_key_value_heads"] or heads,
+        head_dim=row.own_head_dim * int(values.get(core["head_dim"]) or 0) or hidden // heads,
+        ffn=number["intermediate_size"],
+        vocab=number["vocab_size"],
+        positions=number["max_position_embeddings"],
+    )
+    if row.heads:
+        shape = replace(shape, heads=row.heads(shape))
+    return replace(
+        shape,
+        vocab=row.vocab(shape) if row.vocab else shape.vocab,
+        kv_heads=row.kv_heads(shape) if row.kv_heads else shape.kv_heads,
+        head_dim=row.head_dim(shape) if row.head_dim else shape.head_dim,
+        ffn=shape.ffn or (row.ffn(shape) if row.ffn else 0),
+    )
+
+
+def _misfits(row: Architecture, shape: Shape, core: Mapping[str, str], written: Mapping[str, str]) -> list[Problem]:
+    """Numbers that are right each alone but not together."""
+    found = []
+    derived = row.head_dim is None and not (row.own_head_dim and shape.get(core["head_dim"]))
+    if derived and shape.hidden % shape.heads:
+        key, width = core["num_attention_heads"], core["hidden_size"]
+        what = f"{shape.heads} does not divide {written.get(width, width)} {shape.hidden}"
+        found.append(Problem(written.get(key, key), what))
+    if shape.heads % shape.kv_heads:
+        key = core["num_key_value_heads"]
+        note = "" if key in written else " (transformers' default, as the config gives none)"
+        what = f"{shape.kv_heads}{note} does not divide the {shape.heads} attention heads"
+        found.append(Problem(written.get(key, key), what))
+    return found + _expert_faults(row.experts, shape, written)
+
+
+def _expert_faults(experts: Experts | None, shape: Shape, written: Mapping[str, str]) -> list[Problem]:
+    if experts is None or not any(experts.sparse(shape, layer) for layer in range(shape.layers)):
+        return []
+    needed = (experts.number, experts.visited, experts.width)
+    found = [Problem(written.get(key, key), "is needed; give a number above 0") for key in needed if not shape.num(key)]
+    if not found and shape.num(experts.visited) > shape.num(experts.number):
+        what = f"{shape.num(experts.visited)} is more than the {shape.num(experts.number)} experts"
+        found.append(Problem(written.get(experts.visited, experts.visited), what))
+    return found
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # Python writes out neither huge numbers nor bottomless lists.
+        text = f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,95 @@
+"""Estimates in words: what a plan waits for, why it does not fit, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+from toolkit.cost.estimate import Memory, Time
+from toolkit.plans.plan import Plan
+
+GIB = 2**30
+NOTABLE = 0.12
+"""A part of the step below this share is not worth a word."""
+WAITS = {
+    "recompute": "recomputing activations",
+    "tp_comm": "tensor-parallel collectives",
+    "sp_comm": "sequence- or expert-parallel exchanges",
+    "pp_bubble": "pipeline stages waiting",
+    "pp_comm": "activations between stages",
+    "dp_comm": "gradient and ZeRO traffic",
+    "optimizer": "summing gradients and updating weights",
+    "fixed": "work between steps",
+}
+"""Parts of a step other than useful compute, in words."""
+REMEDIES = {
+    "recompute": "more memory would avoid it",
+    "tp_comm": "a smaller tp inside one node would help",
+    "sp_comm": "a smaller sp or ep would help",
+    "pp_bubble": "more micro-batches or fewer stages would help",
+    "pp_comm": "a faster network or fewer stages would help",
+    "dp_comm": "a larger batch a device or a faster network would help",
+    "optimizer": "fewer micro-batches, or states sharded and on the device, would help",
+    "fixed": "a larger batch a step would help",
+}
+NAMES = {
+    "params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations",
+    "logits": "logits", "gathered": "gathered parameters", "buffers": "buckets", "overhead": "overhead",
+}  # fmt: skip
+
+
+def bottleneck(plan: Plan, time: Time) -> str:
+    """What the step spends most of its time on besides useful compute."""
+    total = time.total
+    shares = {name: getattr(time, name) / total for name in WAITS}
+    worst = max(shares, key=lambda name: shares[name])
+    useful = time.compute / total
+    if shares[worst] < NOTABLE:
+        return f"compute ({useful:.0%} of the step)"
+    return f"{WAITS[worst]} ({shares[worst]:.0%} of the step): {REMEDIES[worst]}"
+
+
+def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int) -> str:
+    """Why a plan does not fit, with its largest parts."""
+    if used.total > limit_bytes:
+        return f"needs {_gib(used.total)} of {_gib(limit_bytes)} GiB: {_parts(used)}"
+    return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+
+
+def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:
+    """`; ZeRO 2 would fit`: the smallest change that makes room, or nothing."""
+    for words, change in _changes(plan):
+        if test(replace(plan, **change)):
+            return f"; {words} would fit"
+    return ""
+
+
+def _changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
+    """Single changes, from the cheapest to the most expensive in time."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    full = {"recompute": "full"} if plan.recompute == "none" else {}
+    if full:
+        changes.append(("recompute full", dict(full)))
+    deepest = 1 if plan.pp > 1 else 3
+    for stage in range(plan.zero_stage + 1, deepest + 1):
+        changes.append((f"ZeRO {stage}", {"zero_stage": stage, "zero_group": plan.dp}))
+    for stage in range(plan.zero_stage + 1, deepest + 1):
+        if full:
+            changes.append((f"ZeRO {stage} with recompute full", {"zero_stage": stage, "zero_group": plan.dp, **full}))
+    if plan.micro_batch > 1:
+        smaller = {"micro_batch": 1, "grad_accum": plan.micro_batch * plan.grad_accum}
+        changes.append(("micro_batch 1", smaller))
+    if plan.offload == "none" and plan.zero_stage:
+        changes.append(("offload to the host", {"offload": "cpu", **full}))
+    return changes
+
+
+def _parts(used: Memory) -> str:
+    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name != "host"}
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{NAMES[name]} {_gib(size)}" for name, size in largest)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"

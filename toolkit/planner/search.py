@@ -1,0 +1,232 @@
+"""Choosing: every proposal is ranked, or refused with a reason; what can't win is not worked out to the end.
+
+Two prunings are safe. Memory grows with the micro-batch, so above one that does not fit none fits. Recompute only adds
+time, so it is not tried where the same plan fits without. `tests/toolkit/test_planner.py` holds both to brute force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from toolkit.cost.estimate import Estimate, Memory
+from toolkit.cost.memory import memory
+from toolkit.cost.timing import model_flops, step_time
+from toolkit.errors import BadInput
+from toolkit.planner.explain import bottleneck, misfit_reason, would_fit
+from toolkit.plans.plan import Job, Plan, Refusal
+
+DEVICE_SHARE = 0.99
+"""Part of an accelerator's memory that the driver leaves: 79.2 GiB of an H100's or A100's 80."""
+HOST_SHARE = 0.9
+"""Part of the host's memory that a plan may use."""
+TIE = 0.01
+"""Plans that differ by less are equal, since predictions are no finer: the simpler one goes first."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan with its estimate."""
+
+    plan: Plan
+    estimate: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """PLAN of the JSON contract."""
+        estimate = self.estimate
+        return {
+            **asdict(self.plan),
+            "fits": estimate.fits,
+            "memory": {**asdict(estimate.memory), "total": estimate.memory.total},
+            "time": {**asdict(estimate.time), "total": estimate.time.total},
+            "tokens_per_second": estimate.tokens_per_second,
+            "mfu": estimate.mfu,
+            "bottleneck": bottleneck(self.plan, estimate.time),
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The best plan, the others in order, and what was refused."""
+
+    chosen: Option | None
+    ranked: tuple[Option, ...]
+    refused: tuple[Refusal, ...]
+    considered: int
+
+    def to_json(self, top: int | None = None) -> dict[str, Any]:
+        """The JSON contract of `toolkit plan`."""
+        return {
+            "chosen": self.chosen.to_json() if self.chosen else None,
+            "ranked": [option.to_json() for option in self.ranked[:top]],
+            "refused": [
+                {"strategy": r.strategy, "plan": asdict(r.plan) if r.plan else None, "reason": r.reason}
+                for r in self.refused
+            ],
+            "considered": self.considered,
+        }
+
+
+OBJECTIVES: dict[str, Callable[[Option], float]] = {
+    "throughput": lambda option: -option.estimate.tokens_per_second,
+    "time": lambda option: option.estimate.time.total,
+    "cost": lambda option: option.plan.devices / option.estimate.tokens_per_second,
+    "memory": lambda option: float(option.estimate.memory.total),
+}
+"""What is to be small: tokens a second (negated), seconds a step, device-seconds a token, bytes on a device."""
+
+
+def estimate(plan: Plan, job: Job) -> Estimate:
+    """Memory and time of one plan."""
+    return _with_time(plan, job, memory(plan, job))
+
+
+def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
+    time = step_time(plan, job)
+    limit, host_limit = limits(job)
+    return Estimate(
+        memory=used,
+        time=time,
+        memory_limit_bytes=limit,
+        host_limit_bytes=host_limit,
+        tokens_per_second=job.workload.tokens / time.total,
+        mfu=model_flops(job) / time.total / (job.cluster.device.peak_flops * plan.devices),
+    )
+
+
+def fits(used: Memory, job: Job) -> bool:
+    """Whether device and host have room."""
+    limit, host_limit = limits(job)
+    return used.total <= limit and used.host <= host_limit
+
+
+def limits(job: Job) -> tuple[int, int]:
+    """Bytes that a plan may use on a device and on a node's host."""
+    device = job.cluster.device
+    share = 1.0 if device.backend == "cpu" else DEVICE_SHARE
+    return int(device.memory_bytes * share), int(job.cluster.host_memory_bytes * HOST_SHARE)
+
+
+def decide(job: Job, proposals: Iterable[Plan | Refusal], objective: str = "throughput") -> Decision:
+    """Rank what fits; ties go to the simpler plan."""
+    if objective not in OBJECTIVES:
+        raise BadInput("--objective", f"{objective!r} given; one of: {', '.join(OBJECTIVES)}")
+    search = Search(job, prune_recompute=objective != "memory")
+    for proposal in proposals:
+        search.add(proposal)
+    return search.decision(OBJECTIVES[objective])
+
+
+class Search:
+    """Proposals as they come: options, the nearest misfit of each strategy, and refusals."""
+
+    def __init__(self, job: Job, *, prune: bool = True, prune_recompute: bool = True) -> None:
+        self._job = job
+        self._prune = prune
+        self._prune_recompute = prune and prune_recompute
+        self._too_large: dict[tuple[Any, ...], int] = {}
+        self._fit_without: set[tuple[Any, ...]] = set()
+        self._options: list[Option] = []
+        self._nearest: dict[str, tuple[float, Plan, Memory]] = {}
+        self._refused: dict[tuple[str, str], Refusal] = {}
+        self._considered = 0
+
+    def add(self, proposal: Plan | Refusal) -> None:
+        """Estimate a plan, unless it can't win; keep one refusal for each reason."""
+        self._considered += 1
+        if isinstance(proposal, Refusal):
+            self._refused.setdefault((proposal.strategy, proposal.reason), proposal)
+        elif not (self._prune and self._cannot_win(proposal)):
+            self._estimate(proposal)
+
+    def decision(self, objective: Callable[[Option], float]) -> Decision:
+        """The ranking so far."""
+        if not self._options and len(self._nearest) == 1 and self._considered == 1:
+            only = next(plan for _, plan, _ in self._nearest.values())  # every axis is fixed: show that plan
+            option = Option(only, estimate(only, self._job))
+            return Decision(option, (option,), (), 1)
+        ranked = _ranked(self._options, objective)
+        refused = [*self._refused.values(), *(self._misfit(*near) for near in self._nearest.values())]
+        return Decision(ranked[0] if ranked else None, tuple(ranked), tuple(refused), self._considered)
+
+    def _estimate(self, plan: Plan) -> None:
+        used = memory(plan, self._job)
+        if fits(used, self._job):
+            self._options.append(Option(plan, _with_time(plan, self._job, used)))
+            if plan.recompute == "none":
+                self._fit_without.add(_batch_key(plan))
+            return
+        key = _memory_key(plan)
+        self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
+        limit, host_limit = limits(self._job)
+        need = max(used.total / limit, used.host / max(1, host_limit))
+        if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
+            self._nearest[plan.strategy] = need, plan, used
+
+    def _cannot_win(self, plan: Plan) -> bool:
+        too_large = self._too_large.get(_memory_key(plan))
+        if too_large is not None and plan.micro_batch >= too_large:
+            return True
+        return self._prune_recompute and plan.recompute != "none" and _batch_key(plan) in self._fit_without
+
+    def _misfit(self, _need: float, plan: Plan, used: Memory) -> Refusal:
+        reason = misfit_reason(used, *limits(self._job))
+        advice = would_fit(plan, lambda other: fits(memory(other, self._job), self._job))
+        return Refusal(plan.strategy, f"{reason}{advice}", plan)
+
+
+def _memory_key(plan: Plan) -> tuple[Any, ...]:
+    """Everything but the micro-batch."""
+    return (
+        plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.ep, plan.zero_stage, plan.zero_group,
+        plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.recompute,
+    )  # fmt: skip
+
+
+def _batch_key(plan: Plan) -> tuple[Any, ...]:
+    """Everything but recompute."""
+    return (*_memory_key(plan)[:-1], plan.micro_batch)
+
+
+def _ranked(options: list[Option], objective: Callable[[Option], float]) -> list[Option]:
+    """Best first; among plans within a tie of the best of their run, the simpler first."""
+    ordered = sorted(options, key=lambda option: (objective(option), complexity(option.plan)))
+    ranked: list[Option] = []
+    start = 0
+    while start < len(ordered):
+        best = objective(ordered[start])
+        end = start
+        while end < len(ordered) and objective(ordered[end]) <= best + TIE * abs(best):
+            end += 1
+        ranked += sorted(ordered[start:end], key=lambda option: complexity(option.plan))
+        start = end
+    return ranked
+
+
+def complexity(plan: Plan) -> tuple[int, ...]:
+    """Smaller is simpler."""
+    axes = sum(axis > 1 for axis in (plan.tp, plan.pp, plan.sp, plan.ep, plan.islands))
+    extras = (plan.offload != "none") + (plan.zero_variant != "plain") + (plan.zero_quantized != "none")
+    return (axes, extras, plan.recompute != "none", plan.zero_stage, plan.grad_accum)
+
+
+def smaller_clusters(job: Job) -> list[Job]:
+    """The job on the whole cluster and on halves of it, for the objective `cost`: fewer devices may cost less."""
+    jobs = [job]
+    while job.cluster.nodes % 2 == 0:
+        job = replace(job, cluster=replace(job.cluster, nodes=job.cluster.nodes // 2))
+        jobs.append(job)
+    return jobs
+
+
+def best_of(decisions: Sequence[Decision], objective: str) -> int:
+    """Which decision has the best plan; the first if none has a plan."""
+    worth = OBJECTIVES[objective]
+    able = [index for index, decision in enumerate(decisions) if decision.chosen is not None]
+    return min(able, key=lambda index: worth(_chosen(decisions[index])), default=0)
+
+
+def _chosen(decision: Decision) -> Option:
+    assert decision.chosen is not None
+    return decision.chosen

@@ -1,0 +1,158 @@
+"""The DeepSpeed config of a plan: one pure function. Nothing is left "auto"; what versions changed is written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from toolkit.plans.plan import Plan
+from toolkit.recipe.batch_sections import Reduce
+from toolkit.recipe.sections import Train
+
+NEVER = 2**31 - 1
+"""Steps between DeepSpeed's own progress lines; we print ours."""
+BUCKET_ELEMENTS = 200_000_000
+"""Elements of a reduction bucket, at most: enough for full bandwidth, 400 MB in bf16. DeepSpeed allocates it whole."""
+PERSISTENT_ELEMENTS = 100_000
+"""ZeRO 3 keeps parameters below this size whole on every rank: gathering them costs more than holding them."""
+
+OWN = {"lamb": "Lamb", "lion": "Lion", "lars": "Lars"}
+"""Optimizers that our trainer brings itself; the names are DeepSpeed's, which has kernels for two of them."""
+_ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}
+
+
+def deepspeed_config(
+    plan: Plan, train: Train, *, params: int, backend: str, nvme_path: str | None = None
+) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets. `train_batch_size` is left out: tensor-parallel worlds count it differently."""
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.grad_accum,
+        # 0 until 0.19.2, 1.0 since 0.19.3: always written.
+        "gradient_clipping": float(train.grad_clip),
+        **_reduction(train.reduce),
+        "steps_per_print": NEVER,
+        "wall_clock_breakdown": False,
+        "optimizer": _optimizer(plan, train),
+        "zero_optimization": _zero(plan, train.reduce, params, backend, nvme_path),
+        # Our optimizer states live on the host under offload; torch's fused AdamW updates them there,
+        # vectorised and without a compiler, so DeepSpeed's own (built on first use) is not forced.
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        **_pipeline(plan),
+        **({"tensor_parallel": {"autotp_size": plan.tp}} if plan.tensor_by == "autotp" else {}),
+        **({"expert_parallel": {"enabled": True, "autoep_size": plan.ep}} if plan.ep > 1 else {}),
+        **_precision(plan),
+    }
+
+
+def bucket_elements(params: float, parts: int, asked: int | None = None) -> int:
+    """A reduction bucket: one rank's share of the parameters at most, since DeepSpeed allocates it whole."""
+    return min(asked or BUCKET_ELEMENTS, math.ceil(params / parts))
+
+
+def _reduction(section: Reduce) -> dict[str, Any]:
+    """What is not said is left to DeepSpeed: the model's precision on the wire."""
+    config: dict[str, Any] = {"prescale_gradients": section.scaling == "pre"}
+    if section.predivide is not None:
+        config["gradient_predivide_factor"] = section.predivide
+    if section.dtype is not None:
+        config["communication_data_type"] = section.dtype
+    return config
+
+
+def scaled_lr(train: Train) -> float:
+    """The peak learning rate after batch scaling."""
+    if train.lr_scaling == "none":
+        return train.lr
+    assert train.base_batch is not None
+    ratio = train.global_batch / train.base_batch
+    return train.lr * (ratio if train.lr_scaling == "linear" else ratio**0.5)
+
+
+def _optimizer(plan: Plan, train: Train) -> dict[str, Any]:
+    lr = scaled_lr(train)
+    if train.optimizer == "sgd":
+        return {"type": "SGD", "params": {"lr": lr, "weight_decay": train.weight_decay}}
+    params: dict[str, Any] = {"lr": lr, "betas": list(train.betas), "weight_decay": train.weight_decay}
+    if train.optimizer == "lion":
+        return {"type": "Lion", "params": params}
+    params["eps"] = train.eps
+    if train.optimizer == "adamw":
+        # torch's fused AdamW needs no compiler on any device; DeepSpeed's FusedAdam builds CUDA code on first use.
+        return {"type": "AdamW", "params": {**params, "torch_adam": True, "fused": True}}
+    return {"type": {**OWN, **_ONE_BIT}[train.optimizer], "params": params}
+
+
+def _zero(plan: Plan, reduce: Reduce, params: int, backend: str, nvme_path: str | None) -> dict[str, Any]:
+    config: dict[str, Any] = {"stage": plan.zero_stage}
+    bucket = bucket_elements(params, plan.tp * plan.pp, reduce.bucket_elements)
+    if plan.zero_stage == 0:
+        return config
+    config |= {
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        # Its default depends on the stage and has changed: written out. Streams exist on accelerators only.
+        "overlap_comm": backend != "cpu" if reduce.overlap is None else reduce.overlap,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        "round_robin_gradients": False,
+    }
+    if plan.zero_stage == 3:
+        config |= {
+            "stage3_prefetch_bucket_size": max(1, bucket // 4),
+            "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+            "stage3_max_live_parameters": 10**9,
+            "stage3_max_reuse_distance": 10**9,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "sub_group_size": 10**9,
+        }
+    return config | _offload(plan, backend, nvme_path) | _variants(plan)
+
+
+def _offload(plan: Plan, backend: str, nvme_path: str | None) -> dict[str, Any]:
+    if plan.offload == "none":
+        return {}
+    device, _, params_too = plan.offload.partition("_")
+    target: dict[str, Any] = {"device": device, "pin_memory": backend != "cpu"}
+    if device == "nvme":
+        target["nvme_path"] = nvme_path
+    return {"offload_optimizer": target} | ({"offload_param": dict(target)} if params_too else {})
+
+
+def _variants(plan: Plan) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if plan.zero_variant == "hpz":
+        config["zero_hpz_partition_size"] = plan.zero_group
+    if plan.zero_variant == "mics":
+        config["mics_shard_size"] = plan.zero_group
+    if plan.zero_quantized in ("weights", "both"):
+        config["zero_quantized_weights"] = True
+    if plan.zero_quantized in ("gradients", "both"):
+        config["zero_quantized_gradients"] = True
+    return config
+
+
+def _pipeline(plan: Plan) -> dict[str, Any]:
+    """Tensor ranks send their activations whole: in slices, DeepSpeed takes one tensor only over a border."""
+    return {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if plan.pp > 1 else {}
+
+
+def _precision(plan: Plan) -> dict[str, Any]:
+    fp16: dict[str, Any] = {"enabled": plan.precision == "fp16"}
+    if plan.precision == "fp16":
+        fp16 |= {
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "consecutive_hysteresis": False,
+            "min_loss_scale": 1,
+        }
+    return {
+        "bf16": {"enabled": plan.precision == "bf16"},
+        "fp16": fp16,
+        # Micro-batches are summed in fp32, so that accumulation loses nothing; without ZeRO, DeepSpeed (0.19) has
+        # only the model's own type for it.
+        "data_types": {"grad_accum_dtype": "fp32" if plan.zero_stage else plan.precision},
+    }

@@ -1,0 +1,308 @@
+"""What a DeepSpeed version can run, as data with the reason in words. Refusals quote it.
+
+A newer DeepSpeed is one more row, or a row's `until`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.errors import Problem
+from toolkit.plans.plan import Job, Plan
+from toolkit.recipe.batch_sections import Reduce
+
+Version = tuple[int, ...]
+AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
+"""Model types that DeepSpeed (0.19) spreads experts of."""
+NCCL = ("ring", "tree")
+"""All-reduce algorithms that NCCL lets one choose."""
+LAYER_WISE = ("lamb", "lars")
+"""Optimizers whose update depends on norms of whole layers."""
+ONE_BIT = ("onebit_lamb", "zero_one_adam")
+"""Optimizers of DeepSpeed before 0.19.7 that compress through NCCL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A combination that can't run."""
+
+    forbids: Callable[[Plan, Job], bool]
+    """Whether the rule speaks of this plan."""
+    reason: str
+    """Why, and what to do instead."""
+    since: str = "0"
+    """First DeepSpeed version with the limit."""
+    until: str = ""
+    """First DeepSpeed version without it; empty: none yet."""
+    key: str = ""
+    """The recipe's key at fault, where no plan can change it: then it is bad input, before anything is planned."""
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        forbids=lambda plan, job: plan.pp > 1 and plan.zero_stage > 1,
+        reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.sp > 1 and plan.tp * plan.pp > 1,
+        reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.tp * plan.pp * plan.sp > 1,
+        reason="expert parallel runs with data parallel and ZeRO only",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
+        reason="expert parallel is offered with ZeRO 0 to 2: expert and other parameters are sharded over other groups",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
+        reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp * plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
+        reason="without ZeRO, DeepSpeed's 16-bit optimizers leave shards and experts out of the gradient norm "
+        "and so clip wrongly; use zero_stage 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
+        reason="offload is offered with data parallel and ZeRO only: parity under tensor or pipeline axes is not shown",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.lora_rank > 0,
+        reason="LoRA adapters are added to whole linear layers; use data_parallel or zero",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.islands > 1 and plan.precision == "fp16",
+        reason="islands would find loss scales of their own under fp16; use precision bf16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.islands > 1 and job.workload.lora_rank > 0,
+        reason="LoRA under local_sgd is not offered: parity of the exchange is not shown for adapters",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.tp == 1,
+        reason="AutoTP is a way of tensor parallelism; use tp above 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.zero_stage == 0,
+        reason="AutoTP without ZeRO tells no gradient norm; use zero_stage 1, 2 or 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
+        reason="offload needs ZeRO: DeepSpeed moves only sharded optimizer states; use zero_stage 1, 2 or 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.endswith("_params") and plan.zero_stage != 3,
+        reason="parameters can be offloaded under ZeRO 3 only; use zero_stage 3 or offload: cpu",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.startswith("nvme") and plan.zero_stage != 3,
+        reason="DeepSpeed offloads to NVMe under ZeRO 3 only; use zero_stage 3 or offload: cpu",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.startswith("nvme") and job.cluster.nvme_bytes == 0,
+        reason="NVMe offload needs a cluster with nvme_gib above 0",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload.startswith("nvme") and job.cluster.device.backend == "cpu",
+        reason="NVMe offload needs an accelerator: DeepSpeed's asynchronous I/O stages through pinned device memory",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.offload != "none" and job.workload.optimizer != "adamw",
+        reason="offload is offered with adamw, whose host update is the one that parity was measured with",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "mics",
+        reason="MiCS was removed in DeepSpeed 0.19.7; zero_variant hpz keeps parameter traffic inside a node instead",
+        since="0.19.7",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "mics" and plan.offload != "none",
+        reason="MiCS does not run with offload",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant != "plain" and plan.zero_stage != 3,
+        reason="hpZ and MiCS are variants of ZeRO 3; use zero_stage 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "plain" and plan.zero_stage > 0 and plan.zero_group != plan.dp,
+        reason="a zero_group smaller than dp needs zero_variant hpz (or mics, before DeepSpeed 0.19.7)",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "hpz" and not _splits(plan),
+        reason="hpZ needs a zero_group above 1 and below dp that divides dp; use that, or zero_variant plain",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_variant == "hpz" and plan.zero_group > job.cluster.devices_per_node,
+        reason="hpZ keeps a second copy of the parameters inside a node; use a zero_group of at most devices_per_node",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_quantized != "none" and plan.zero_stage != 3,
+        reason="ZeRO++ quantised traffic is part of ZeRO 3; use zero_stage 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_quantized != "none" and job.cluster.device.backend != "cuda",
+        reason="ZeRO++ quantises with CUDA kernels; it needs NVIDIA devices",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_quantized != "none" and plan.precision == "fp32",
+        reason="ZeRO++ quantises 16-bit tensors; use precision bf16 or fp16",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.recompute == "selective",
+        reason="Hugging Face recomputes whole layers; use recompute: full (sdpa and flash attention store no scores)",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.precision == "fp16" and job.cluster.device.backend == "cpu",
+        reason="DeepSpeed has no fp16 on CPU; use precision bf16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.precision == "bf16" and job.cluster.device.name.startswith("V100"),
+        reason="V100 has no bf16; use precision fp16 or fp32",
+    ),
+    Rule(
+        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.pp > 1 or plan.offload != "none"),
+        reason="train.batch_ramp changes the micro-batches of a step, which a pipeline's schedule and offloaded "
+        "gradients are laid out for; use data_parallel, zero without offload, tensor or sequence parallel",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
+        reason="train.batch_ramp.start is no multiple of micro_batch × dp; use a smaller micro_batch or a larger start",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.zero_stage > 0 and _divides(job.workload.reduce),
+        reason="train.reduce.scaling and predivide are for ZeRO 0: DeepSpeed's sharded reductions divide before the "
+        "sum, always; leave them out",
+    ),
+    Rule(
+        forbids=lambda plan, job: bool(job.workload.reduce.overlap) and job.cluster.device.backend == "cpu",
+        reason="train.reduce.overlap needs device streams, which a CPU has not; leave it out",
+        key="train.reduce.overlap",
+    ),
+    Rule(
+        forbids=lambda plan, job: bool(job.workload.reduce.overlap) and not _can_overlap(plan),
+        reason="train.reduce.overlap needs ZeRO 2 or 3, or ZeRO 1 in fp16 or fp32, and no pipeline: DeepSpeed reduces "
+        "after the backward pass otherwise; leave it out",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.reduce.algorithm in NCCL and job.cluster.device.backend != "cuda",
+        reason="train.reduce.algorithm ring and tree are NCCL's; other devices have no choice: use auto",
+        key="train.reduce.algorithm",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and not _only_replicas(plan),
+        reason="train.reduce.algorithm hierarchical takes over DeepSpeed's all-reduce, which ZeRO 0 alone uses, "
+        "without other axes; use data_parallel, or algorithm auto",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and job.cluster.nodes == 1,
+        reason="train.reduce.algorithm hierarchical needs several hosts; inside one there is nothing to gain: use auto",
+        key="train.reduce.algorithm",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
+        reason="lamb and lars scale updates by norms of whole layers, which tensor, pipeline and expert ranks hold "
+        "parts of; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
+        reason="onebit_adam averages compressed momentum between whole replicas; use data_parallel (ZeRO 0)",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and job.workload.precision == "fp16",
+        reason="onebit_adam keeps compression errors that a moving loss scale would spoil; use precision bf16 or fp32",
+        key="model.precision",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
+        reason="0/1 Adam and 1-bit LAMB were DeepSpeed's, and removed in 0.19.7; use onebit_adam, "
+        "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
+        since="0.19.7",
+        key="train.optimizer",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and job.cluster.device.backend != "cuda",
+        reason="1-bit optimizers compress through NCCL; they need NVIDIA devices",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and (plan.zero_stage > 0 or plan.pp > 1),
+        reason="1-bit optimizers do their own reduction: ZeRO 0 without a pipeline only",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and plan.precision != "fp16",
+        reason="1-bit optimizers are built on DeepSpeed's fp16 optimizer; use precision fp16",
+    ),
+)
+
+REFERENCE_VERSION: Version = (0, 19, 8)
+"""What is assumed where DeepSpeed is not installed (a laptop that only plans)."""
+
+
+def unkeepable(plan: Plan) -> str:
+    """Why checkpoints of a plan can't be written; empty if they can."""
+    if plan.tensor_by == "autotp":
+        return "AutoTP does not tell which slice of a parameter a rank holds, so our checkpoints can't be written"
+    return ""
+
+
+def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
+    """Why this DeepSpeed can't run the plan; None if it can."""
+    version = version or deepspeed_version()
+    for rule in RULES:
+        if _applies(rule, version) and rule.forbids(plan, job):
+            return rule.reason
+    return None
+
+
+def job_faults(job: Job, version: Version | None = None) -> list[Problem]:
+    """What no plan could run."""
+    version, any_plan = version or deepspeed_version(), Plan(strategy="any", precision=job.workload.precision)
+    found = [rule for rule in RULES if rule.key and _applies(rule, version)]
+    return [Problem(rule.key, rule.reason) for rule in found if rule.forbids(any_plan, job)]
+
+
+def pipeline_zero_stages() -> tuple[int, ...]:
+    """ZeRO stages that a pipeline runs with."""
+    return (0, 1)
+
+
+@functools.cache
+def deepspeed_version() -> Version:
+    """The installed DeepSpeed's version, read without importing it."""
+    try:
+        return parse_version(importlib.metadata.version("deepspeed"))
+    except importlib.metadata.PackageNotFoundError:
+        return REFERENCE_VERSION
+
+
+def parse_version(text: str) -> Version:
+    """`0.19.8+cpu` → (0, 19, 8)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else REFERENCE_VERSION
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether the sharding group is a true part of the replicas."""
+    return 1 < plan.zero_group < plan.dp and plan.dp % plan.zero_group == 0
+
+
+def _divides(section: Reduce) -> bool:
+    return section.scaling is not None or section.predivide is not None
+
+
+def _can_overlap(plan: Plan) -> bool:
+    """ZeRO 1 in bf16 is a wrapper of its own (BF16_Optimizer), which reduces at the end."""
+    return plan.pp == 1 and (plan.zero_stage > 1 or (plan.zero_stage == 1 and plan.precision != "bf16"))
+
+
+def _only_replicas(plan: Plan) -> bool:
+    return plan.zero_stage == 0 and plan.tp * plan.pp * plan.sp * plan.ep * plan.islands == 1
+
+
+def _applies(rule: Rule, version: Version) -> bool:
+    return parse_version(rule.since) <= version and (not rule.until or version < parse_version(rule.until))

@@ -1,0 +1,112 @@
+"""Verdicts of the float64 twin, kept between runs: planning refuses what has failed, without importing torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from toolkit.models.tiny_sizes import tiny_sizes
+from toolkit.plans.plan import Plan, Refusal
+from toolkit.recipe.sections import Model
+
+CACHE = Path.home() / ".cache" / "zero-toolkit" / "proofs.json"
+MOST_STAGES = 3
+"""A first, a middle and a last stage: more are alike."""
+_LIBRARIES = ("transformers", "torch", "zero-toolkit")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a split gives the whole model's loss and gradients."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a proof depends on, of a plan."""
+
+    tp: int
+    pp: int
+    sp: int
+    tensor_by: str = "slices"
+
+    @classmethod
+    def of(cls, plan: Plan) -> Axes:
+        """Of a plan."""
+        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by)
+
+    @property
+    def split(self) -> bool:
+        """Whether there is anything to prove."""
+        return self.tp * self.pp * self.sp > 1
+
+
+class Proofs:
+    """The cache file: a lost or broken one only costs time."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path or CACHE
+        self._known: dict[str, dict[str, Any]] | None = None
+
+    def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
+        """What is known of a recipe's model, with its raw config, under these axes."""
+        if self._known is None:
+            self._known = self._read()
+        found = self._known.get(_key(config, section, axes))
+        return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
+
+    def put(self, config: Mapping[str, Any], section: Model, axes: Axes, verdict: Verdict) -> None:
+        """Remember a verdict."""
+        self._known = self._read() | {_key(config, section, axes): asdict(verdict)}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
+            part.replace(self._path)
+        except OSError:
+            return  # a read-only home: the next run proves again
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            known = json.loads(self._path.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            return {}
+        return known if isinstance(known, dict) else {}
+
+
+def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:
+    """Proposals, with those refused whose split is known to be wrong."""
+    known: dict[Axes, Verdict | None] = {}
+    for proposal in proposals:
+        if isinstance(proposal, Plan) and Axes.of(proposal).split:
+            axes = Axes.of(proposal)
+            if axes not in known:
+                known[axes] = verdict(axes)
+            found = known[axes]
+            if found is not None and not found.ok:
+                yield Refusal(proposal.strategy, found.reason, proposal)
+                continue
+        yield proposal
+
+
+def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
+    """Depends on type, task, switches, libraries and the twin; sizes do not change how a model splits."""
+    flags = {key: value for key, value in config.items() if isinstance(value, bool | str)}
+    libraries = [_version(name) for name in _LIBRARIES]
+    how = [section.attention, section.task, asdict(axes)]
+    what = json.dumps([flags, how, libraries, tiny_sizes(heads=4)], sort_keys=True)
+    return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

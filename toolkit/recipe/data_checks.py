@@ -1,0 +1,80 @@
+"""Faults of the data section that single keys can't show. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toolkit.errors import Problem
+from toolkit.recipe.schema import show
+from toolkit.recipe.sections import Data, Format, Model, Task, Train
+
+PACKED_FORMATS = ("text", "instruction", "chat")
+
+
+def task_of(kind: Format) -> Task:
+    """The model that a format trains."""
+    if kind in ("classification", "image-classification", "seq2seq"):
+        return kind
+    return "causal-lm"
+
+
+def source_weights(path: str | dict[str, float]) -> dict[str, float]:
+    """Sources with their weights."""
+    return {path: 1.0} if isinstance(path, str) else path
+
+
+def data_faults(data: Data, train: Train, model: Model) -> Iterator[Problem]:
+    """What does not go together."""
+    yield from _mixture_faults(data)
+    if model.task is not None and model.task != task_of(data.format):
+        yield Problem("model.task", f"{model.task} given; data.format {data.format} trains {task_of(data.format)}")
+    if data.packing_method == "stream" and data.format != "text":
+        yield Problem("data.packing_method", f"stream given; it is for data.format text, not for {data.format}")
+    if model.num_labels is not None and "classification" not in data.format:
+        yield Problem("model.num_labels", f"unused with data.format {data.format}; remove it")
+    if data.context_column is not None and data.format != "instruction":
+        yield Problem("data.context_column", f"unused with data.format {data.format}; remove it")
+    yield from _eval_faults(data, train)
+    yield from _streaming_faults(data, train)
+
+
+def _mixture_faults(data: Data) -> Iterator[Problem]:
+    if not isinstance(data.path, dict):
+        return
+    if not data.path:
+        yield Problem("data.path", "an empty mapping given; at least one source with a weight is required")
+    for source, weight in data.path.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not isinstance(source, str) or not is_number or weight <= 0:
+            given = f"{show(source)}: {show(weight)} given"
+            yield Problem("data.path", f"{given}; a source and a weight above 0 are required")
+        elif source == "synthetic" and data.format == "text":
+            yield Problem("data.path", "synthetic text can't be part of a mixture; give files or hub ids")
+
+
+def _streaming_faults(data: Data, train: Train) -> Iterator[Problem]:
+    if not data.streaming:
+        return
+    if train.epochs is not None:
+        yield Problem("train.epochs", "a stream has no known length; give train.steps")
+    if data.format not in PACKED_FORMATS or not data.packing:
+        yield Problem("data.streaming", f"needs packing and one of {', '.join(PACKED_FORMATS)}")
+    if data.eval_fraction:
+        yield Problem("data.eval_fraction", "a stream can't be split; give data.eval_path")
+    if data.path == "synthetic":
+        yield Problem("data.streaming", "synthetic data is no stream; remove it")
+
+
+def _eval_faults(data: Data, train: Train) -> Iterator[Problem]:
+    held_out = data.eval_path is not None or data.eval_fraction > 0
+    if data.eval_path is not None and data.eval_fraction > 0:
+        yield Problem("data", "eval_path and eval_fraction exclude each other; give one of them")
+    if train.eval_every and not held_out:
+        yield Problem("train.eval_every", "needs held-out data: give data.eval_path or data.eval_fraction")
+    if held_out and not train.eval_every:
+        key = "data.eval_path" if data.eval_path is not None else "data.eval_fraction"
+        yield Problem(key, "unused while train.eval_every is 0; set it, or remove this key")
+    if train.eval_samples is not None and not train.eval_every:
+        yield Problem("train.eval_samples", "unused while train.eval_every is 0; set it, or remove this key")
+    if data.eval_fraction > 0 and data.path == "synthetic" and data.format == "text":
+        yield Problem("data.eval_fraction", "synthetic text has no documents to hold out; use another data.path")

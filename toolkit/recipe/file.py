@@ -1,0 +1,150 @@
+"""Recipe files: YAML and `key=value` overrides in, a checked `Recipe` out; and back."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.errors import BadInput, Problem
+from toolkit.recipe.batch_sections import one_bit_faults, outer_faults, ramp_faults, reduce_faults
+from toolkit.recipe.data_checks import data_faults, task_of
+from toolkit.recipe.schema import build, show
+from toolkit.recipe.sections import Recipe, Strategy, Train
+from toolkit.recipe.yaml_file import parse_yaml, read_yaml
+from toolkit.secrets_guard import secret_faults
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)=(.*)", re.DOTALL)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a file with overrides; `BadInput` with every fault at once."""
+    given = read_yaml(path)
+    if given is None:
+        raise BadInput(str(path), "the file is empty; a recipe needs at least `model:` with `path` or `config`")
+    if not isinstance(given, dict):
+        raise BadInput(str(path), f"{show(given)} given; a recipe is a mapping with keys such as model, data, train")
+    return make_recipe(given, overrides, source=str(path))
+
+
+def make_recipe(given: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
+    """The recipe of a mapping with overrides."""
+    problems: list[Problem] = []
+    merged = copy.deepcopy(given)
+    for override in overrides:
+        _apply(merged, override, problems)
+    secrets = list(secret_faults(merged))
+    if secrets:  # before any message shows a value
+        raise BadInput(source, secrets)
+    recipe = build(Recipe, merged, "", problems)
+    if problems:
+        raise BadInput(source, problems)
+    problems = _cross_faults(recipe)
+    if problems:
+        raise BadInput(source, problems)
+    return _resolved(recipe)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML that `load_recipe` reads back into an equal recipe."""
+    return yaml.safe_dump(as_mapping(recipe), sort_keys=False, allow_unicode=True)
+
+
+def as_mapping(recipe: Recipe) -> dict[str, Any]:
+    """What `make_recipe` makes an equal recipe of."""
+    mapping: dict[str, Any] = _plain(asdict(recipe))
+    return mapping
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _apply(given: dict[str, Any], override: str, problems: list[Problem]) -> None:
+    match = _OVERRIDE.fullmatch(override)
+    if not match:
+        problems.append(Problem(show(override), "not an override; write key.sub=value"))
+        return
+    keys, target = match[1].split("."), given
+    try:
+        value = parse_yaml(match[2], override)
+    except BadInput as error:
+        problems.append(Problem(match[1], error.problems[0].what))
+        return
+    for key in keys[:-1]:
+        if not isinstance(target.get(key), dict):
+            target[key] = {}
+        target = target[key]
+    target[keys[-1]] = value
+
+
+def _cross_faults(recipe: Recipe) -> list[Problem]:
+    """What single fields can't show."""
+    faults = [*_model_faults(recipe), *_train_faults(recipe.train), *_strategy_faults(recipe.strategy)]
+    train, strategy = recipe.train, recipe.strategy
+    faults += one_bit_faults(train.optimizer, train.freeze_steps, train.grad_clip, strategy.name, strategy.zero_stage)
+    faults += data_faults(recipe.data, recipe.train, recipe.model)
+    if not _NAME.fullmatch(recipe.name):
+        what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
+        faults.append(Problem("name", what))
+    if recipe.metrics.noise_scale and recipe.train.optimizer == "onebit_adam":
+        faults.append(Problem("metrics.noise_scale", "needs reduced gradients, which onebit_adam has not; use adamw"))
+    if not recipe.output.strip():
+        faults.append(Problem("output", "empty; a directory is required"))
+    return faults
+
+
+def _model_faults(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.path is None and model.config is None:
+        yield Problem("model", "neither path nor config given; give one of them")
+    if model.path is not None and model.config is not None:
+        yield Problem("model", "path and config exclude each other; give one of them")
+    if model.config is not None and model.init == "pretrained":
+        yield Problem("model.init", "'pretrained' needs model.path; an inline config starts from scratch")
+    needs_tokenizer = recipe.data.format != "image-classification" and recipe.data.path != "synthetic"
+    if model.path is None and recipe.data.tokenizer is None and needs_tokenizer:
+        yield Problem("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")
+
+
+def _train_faults(train: Train) -> Iterator[Problem]:
+    yield from reduce_faults(train.reduce)
+    yield from outer_faults(train.outer)
+    yield from ramp_faults(train.batch_ramp, train.global_batch)
+    if train.steps is not None and train.epochs is not None:
+        yield Problem("train", "steps and epochs exclude each other; give one of them")
+    if train.steps is None and train.epochs is None:
+        yield Problem("train", "neither steps nor epochs given; give one of them")
+    if train.lr_scaling != "none" and train.base_batch is None:
+        yield Problem("train.base_batch", f"required with lr_scaling {train.lr_scaling}: the batch that lr is for")
+    if train.lr_scaling == "none" and train.base_batch is not None:
+        yield Problem("train.base_batch", "unused while lr_scaling is none; set lr_scaling, or remove it")
+    if len(train.betas) != 2 or not all(0 <= beta < 1 for beta in train.betas):
+        given = show(list(train.betas))
+        yield Problem("train.betas", f"{given} given; two numbers of at least 0 and below 1 are required")
+    if train.steps is not None and train.warmup >= 1 and train.warmup > train.steps:
+        what = f"{train.warmup:g} steps of warm-up in {train.steps} steps; use fewer, or a fraction below 1"
+        yield Problem("train.warmup", what)
+
+
+def _strategy_faults(strategy: Strategy) -> Iterator[Problem]:
+    to_disk = (strategy.offload or "").startswith("nvme")
+    if to_disk and strategy.nvme_path is None:
+        yield Problem("strategy.nvme_path", "required with nvme offload: a directory on the fast disk")
+    if strategy.nvme_path is not None and not to_disk:
+        yield Problem("strategy.nvme_path", "unused unless strategy.offload is nvme or nvme_params")
+
+
+def _resolved(recipe: Recipe) -> Recipe:
+    """The same recipe with the defaults that depend on other keys written out."""
+    init = recipe.model.init or ("pretrained" if recipe.model.path else "scratch")
+    task = recipe.model.task or task_of(recipe.data.format)
+    return replace(recipe, model=replace(recipe.model, init=init, task=task))

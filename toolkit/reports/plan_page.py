@@ -1,0 +1,65 @@
+"""The page of `toolkit plan --html`: one file with everything in it, no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toolkit.planner.search import Decision, Option, limits
+from toolkit.plans.plan import AXES, Job, Plan
+
+PAGES = Path(__file__).resolve().parent / "pages"
+SHOWN = 200
+"""Plans on the page."""
+
+
+def render(decision: Decision, job: Job, recipe_text: str) -> str:
+    """The page; `recipe_text` is the recipe that was planned, as YAML."""
+    limit, host_limit = limits(job)
+    recipe = yaml.safe_load(recipe_text)
+    data = {
+        "title": f"{recipe.get('name', 'recipe')} on {job.cluster.devices} × {job.cluster.device.name}",
+        "subtitle": _subtitle(decision, job),
+        "memory_limit": limit,
+        "host_limit": host_limit,
+        "ranked": [_option(option, recipe) for option in decision.ranked[:SHOWN]],
+        "refused": [
+            {"strategy": r.strategy, "describe": r.plan.describe() if r.plan else "", "reason": r.reason}
+            for r in decision.refused
+        ],
+    }
+    return fill("plan.html", data)
+
+
+def fill(page: str, data: dict[str, Any]) -> str:
+    """A page with its data; `<` is escaped so that no text in it can end the script element."""
+    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    return (PAGES / page).read_text(encoding="utf-8").replace("__DATA__", text)
+
+
+def _subtitle(decision: Decision, job: Job) -> str:
+    work, cluster = job.workload, job.cluster
+    return (
+        f"{job.model.params / 1e9:.2f} B parameters · {cluster.nodes} nodes of {cluster.devices_per_node} · "
+        f"{work.global_batch} sequences of {work.seq_len} tokens a step · {work.precision} · "
+        f"{decision.considered:,} plans considered, {len(decision.ranked):,} ranked"
+    )
+
+
+def _option(option: Option, recipe: dict[str, Any]) -> dict[str, Any]:
+    return {**option.to_json(), "describe": option.plan.describe(), "recipe": recipe_for(option.plan, recipe)}
+
+
+def recipe_for(plan: Plan, recipe: dict[str, Any]) -> str:
+    """The recipe with every axis fixed to the plan's."""
+    usual = Plan(strategy=plan.strategy)
+    always = ("dp", "micro_batch", "grad_accum", "zero_stage", "recompute")
+    axes = {axis: getattr(plan, axis) for axis in AXES}
+    fixed = {axis: value for axis, value in axes.items() if axis in always or value != getattr(usual, axis)}
+    if plan.zero_variant == "plain":
+        fixed.pop("zero_group", None)  # follows from dp
+    whole = {**recipe, "strategy": {"name": plan.strategy, **fixed}}
+    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)

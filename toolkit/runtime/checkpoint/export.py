@@ -1,0 +1,148 @@
+"""A checkpoint as a Hugging Face directory: the masters cast to the recipe's precision, bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.checkpoints.format import faults
+from toolkit.errors import BadInput
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.sections import Lora, Model, Recipe
+from toolkit.runtime.checkpoint import safetensors_writer
+from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT
+from toolkit.runtime.checkpoint.reader import Reader
+from toolkit.runtime.models.build import ADAPTER_TASKS, BUILDERS, build_model, load_config, skeleton
+from toolkit.runtime.models.parameter_shards import replace_parameter, sites
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SHARD_SIZE = "5GB"
+TRAINED_WHOLE = ".modules_to_save.default."
+"""In peft's names of modules that are trained without an adapter: the head of a classifier."""
+
+
+def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_code: bool = False) -> Recipe:
+    """Write `out`, which `from_pretrained` loads; the checkpoint is verified first. The recipe of the run."""
+    damaged = faults(checkpoint)
+    if damaged:
+        raise BadInput(f"{checkpoint} is damaged", damaged)
+    recipe = load_recipe(checkpoint / "recipe.yaml")
+    # A checkpoint may come from anyone: whether code that comes with a model runs is the caller's to say.
+    section = replace(recipe.model, trust_remote_code=trust_remote_code)
+    reader, dtype = Reader.open(checkpoint), DTYPES[section.precision]
+    writing = _begin(out)
+    if section.lora is None:
+        _full_model(reader, section, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
+    elif merge:
+        _merged(reader, section, recipe.train.seed, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
+    else:
+        _write_adapter(reader, section, section.lora, dtype, writing)
+    _write_tokenizer(recipe, writing, trust_remote_code)
+    writing.rename(out)
+    return recipe
+
+
+def trained_model(checkpoint: Path, recipe: Recipe) -> PreTrainedModel:
+    """The model of a checkpoint in memory, ready to run; adapters are merged."""
+    reader, dtype = Reader.open(checkpoint), DTYPES[recipe.model.precision]
+    if recipe.model.lora is not None:
+        return _merged(reader, recipe.model, recipe.train.seed, dtype)
+    model = skeleton(recipe.model)
+    where = sites(model)
+    for name, parameter in list(model.named_parameters()):
+        replace_parameter(where, parameter, reader.full(name, WEIGHT).to(dtype))
+    for name in (name for name, held in reader.index.items() if WEIGHT not in held.kinds()):
+        model.get_buffer(name).copy_(reader.full(name, BUFFER))
+    return model
+
+
+def _begin(out: Path) -> Path:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BadInput(str(out), "already exists and is not empty; choose another directory")
+    if out.exists():
+        out.rmdir()
+    writing = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        writing.mkdir(parents=True)
+    except OSError as error:
+        raise BadInput(str(out), f"can't be made: {error.strerror}") from None
+    return writing
+
+
+def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with every weight from the checkpoint; nothing is initialised first."""
+    config = load_config(section)
+    with torch.device("meta"):
+        model = BUILDERS[section.task].from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+    expected = {name for name, _ in model.named_parameters()}
+    found = {name for name, parameter in reader.index.items() if WEIGHT in parameter.kinds()}
+    if expected != found:
+        odd = sorted(expected ^ found)
+        raise BadInput(
+            str(reader.path), f"does not hold the model of its recipe: {odd[0]} and {len(odd) - 1} more differ"
+        )
+    for name in sorted(reader.index):
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if name in found:
+            value = reader.full(name, WEIGHT).to(dtype)
+            module.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
+        else:
+            module.register_buffer(leaf, reader.full(name, BUFFER))
+    model.tie_weights()
+    return model
+
+
+def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Base and adapters as one model; merged in fp32, then cast. Of 4 bits: what they stood for in training."""
+    model: Any = build_model(section, seed, dequantized=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(reader.full(name, WEIGHT))
+    return model.merge_and_unload().to(dtype)
+
+
+def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtype, out: Path) -> None:
+    """What peft's `PeftModel.from_pretrained` loads onto the base."""
+    from peft import LoraConfig
+
+    weights = {_adapter_name(name): reader.full(name, WEIGHT).to(dtype) for name in sorted(reader.index)}
+    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in reader.index if ".lora_" in name}
+    whole = {name.split(TRAINED_WHOLE)[0].rpartition(".")[2] for name in reader.index if TRAINED_WHOLE in name}
+    safetensors_writer.write(out / "adapter_model.safetensors", weights, {"format": "pt"})
+    LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted(targets),
+        modules_to_save=sorted(whole) or None,
+        task_type=ADAPTER_TASKS.get(section.task or "", "CAUSAL_LM"),
+        base_model_name_or_path=section.path,
+        inference_mode=True,
+    ).save_pretrained(out)
+
+
+def _adapter_name(name: str) -> str:
+    """A parameter's name as peft writes it."""
+    return name.replace(TRAINED_WHOLE, ".").replace(".default.", ".")
+
+
+def _write_tokenizer(recipe: Recipe, out: Path, trust_remote_code: bool) -> None:
+    """Beside the weights, where the run had one that can be saved; bytes need none."""
+    source = recipe.data.tokenizer or recipe.model.path
+    if source is None or source == "bytes":
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return
+    tokenizer.save_pretrained(out)

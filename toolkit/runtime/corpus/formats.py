@@ -1,0 +1,218 @@
+"""Formats: from rows of a table to token ids, a batch of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from toolkit.errors import BadInput
+from toolkit.recipe.sections import Data
+from toolkit.runtime.corpus.chat import Segment, conversation
+from toolkit.runtime.corpus.token_documents import TOKEN
+from toolkit.runtime.corpus.tokenizer import Tokenizer
+
+Rows = Mapping[str, Sequence[Any]]
+"""Column → values."""
+
+
+@dataclass
+class Encoded:
+    """What a batch of rows became."""
+
+    documents: list[np.ndarray] = field(default_factory=list)
+    counted: list[np.ndarray] = field(default_factory=list)
+    """For each document, where not every token counts."""
+    targets: list[np.ndarray] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    empty: int = 0
+    unanswered: int = 0
+    unrolled: int = 0
+    faults: list[tuple[int, str]] = field(default_factory=list)
+    """Rows that can't be read, and why."""
+
+
+class Format(Protocol):
+    """How rows are read."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that must be there."""
+
+    def encode(self, rows: Rows) -> Encoded:
+        """Token ids of some rows."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Plain documents."""
+
+    tokenizer: Tokenizer
+    column: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The text."""
+        return (self.column,)
+
+    def encode(self, rows: Rows) -> Encoded:
+        texts = [str(text) for text in rows[self.column] if text]
+        found = Encoded(empty=len(rows[self.column]) - len(texts))
+        end = [] if self.tokenizer.end is None else [self.tokenizer.end]
+        for ids in self.tokenizer.encode(texts):
+            found.documents.append(np.concatenate([ids, end]).astype(TOKEN))
+        return found
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Documents in which some segments count: conversations and instructions."""
+
+    tokenizer: Tokenizer
+    section: Data
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Messages, or prompt and response."""
+        if self.section.format == "chat":
+            return (self.section.messages_column,)
+        context = (self.section.context_column,) if self.section.context_column else ()
+        return (self.section.prompt_column, self.section.response_column, *context)
+
+    def encode(self, rows: Rows) -> Encoded:
+        found = Encoded()
+        for number in range(len(rows[self.columns[0]])):
+            messages = self._messages({name: values[number] for name, values in rows.items()})
+            fault = _message_fault(messages)
+            if fault:
+                found.faults.append((number, fault))
+            elif not messages:
+                found.empty += 1
+            else:
+                self._add(found, number, messages, _without_nulls(rows["tools"][number]) if "tools" in rows else None)
+        return found
+
+    def _messages(self, row: Mapping[str, Any]) -> Any:
+        if self.section.format == "chat":
+            return _without_nulls(row[self.columns[0]])
+        prompt, response = row[self.columns[0]], row[self.columns[1]]
+        context = row[self.columns[2]] if len(self.columns) > 2 else None
+        asked = "\n\n".join(str(part) for part in (prompt, context) if part)
+        answer = [{"role": "assistant", "content": str(response)}] if response else []
+        return [{"role": "user", "content": asked}, *answer] if asked or answer else []
+
+    def _add(self, found: Encoded, number: int, messages: list[Any], tools: Any) -> None:
+        try:
+            documents, unrolled = self._documents(messages, tools)
+        except Exception as error:  # templates are programs of their own: they raise what they like
+            found.faults.append((number, (str(error).strip().splitlines() or [type(error).__name__])[0]))
+            return
+        found.unanswered += not documents
+        found.unrolled += unrolled
+        for segments in documents:
+            ids = self.tokenizer.encode([text for text, _ in segments])
+            flags = [np.full(len(part), counts) for part, (_, counts) in zip(ids, segments, strict=True)]
+            if self.tokenizer.end is not None and not self.tokenizer.template_ends:
+                ids.append(np.array([self.tokenizer.end]))
+                flags.append(np.array([segments[-1][1] or not segments[-1][0]]))
+            found.documents.append(np.concatenate(ids).astype(TOKEN))
+            found.counted.append(np.concatenate(flags))
+
+    def _documents(self, messages: list[Any], tools: Any) -> tuple[list[list[Segment]], bool]:
+        if self.tokenizer.has_template:
+            return conversation(self.tokenizer, messages, tools)
+        if self.section.format == "chat":
+            raise ValueError("the tokenizer has no chat template; use one that has, or `bytes`")
+        texts = [str(message["content"]) for message in messages]
+        return ([[(f"{texts[0]}\n", False), (texts[1], True)]] if len(texts) > 1 else []), False
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Texts with a class each."""
+
+    tokenizer: Tokenizer
+    section: Data
+    names: tuple[str, ...] = ()
+    """Names of classes, where labels are not numbers."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Text and label."""
+        return (self.section.text_column, self.section.label_column)
+
+    def encode(self, rows: Rows) -> Encoded:
+        found, kept = Encoded(), []
+        for number, (text, label) in enumerate(zip(*(rows[name] for name in self.columns), strict=True)):
+            place = label_number(label, self.names)
+            if place is None:
+                found.faults.append((number, f"label {label!r} is no class: a whole number or a name is required"))
+            elif not text:
+                found.empty += 1
+            else:
+                kept.append(str(text))
+                found.labels.append(place)
+        found.documents = self.tokenizer.encode_whole(kept)
+        return found
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Texts with the text that each is to be turned into."""
+
+    tokenizer: Tokenizer
+    section: Data
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Prompt and response."""
+        return (self.section.prompt_column, self.section.response_column)
+
+    def encode(self, rows: Rows) -> Encoded:
+        pairs = list(zip(*(rows[name] for name in self.columns), strict=True))
+        kept = [(str(prompt), str(response)) for prompt, response in pairs if prompt and response]
+        found = Encoded(unanswered=sum(1 for prompt, response in pairs if prompt and not response))
+        found.empty = len(pairs) - len(kept) - found.unanswered
+        found.documents = self.tokenizer.encode_whole([prompt for prompt, _ in kept])
+        found.targets = self.tokenizer.encode_whole([response for _, response in kept])
+        return found
+
+
+def make_format(section: Data, tokenizer: Tokenizer, names: tuple[str, ...] = ()) -> Format:
+    """The reader of the recipe's format."""
+    if section.format == "text":
+        return Text(tokenizer, section.text_column)
+    if section.format in ("instruction", "chat"):
+        return Answers(tokenizer, section)
+    if section.format == "classification":
+        return Classes(tokenizer, section, names)
+    if section.format == "seq2seq":
+        return Pairs(tokenizer, section)
+    raise BadInput("data.format", f"{section.format} is not made of text")
+
+
+def label_number(label: Any, names: Sequence[str]) -> int | None:
+    """A label as a number; None if it is no class."""
+    if names:
+        return names.index(str(label)) if str(label) in names else None
+    return int(label) if isinstance(label, int | np.integer) else None
+
+
+def _message_fault(messages: Any) -> str:
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return f"{type(messages).__name__} found; a list of messages with role and content is required"
+    for place, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            return f"message {place + 1} has no role; user, assistant, system or tool is required"
+        if message.get("content") is None and not message.get("tool_calls"):
+            return f"message {place + 1} has neither content nor tool calls"
+    return ""
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables fill keys that a row does not have with nothing: templates must not see them."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value

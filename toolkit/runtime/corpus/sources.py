@@ -1,0 +1,133 @@
+"""Where rows come from: local files, Hugging Face data sets, the machine's own Python sources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import BadInput
+from toolkit.recipe.data_files import TABLE_FORMATS, data_files
+from toolkit.recipe.sections import Data
+from toolkit.runtime.corpus.synthetic import synthetic_rows
+
+BLOCK_BYTES = 1 << 20
+
+
+def content_key(section: Data, path: str) -> str:
+    """Changes when the content does."""
+    if path == "synthetic":
+        return f"synthetic {section.format}"
+    files = data_files(path)
+    if files is None:
+        return f"hub {path} {_hub(path)._fingerprint}"
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(f"{file.suffix}\0{file.stat().st_size}\0".encode())
+            while block := stream.read(BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def read_rows(section: Data, path: str, work: Path) -> Any:
+    """The rows of a source as a `datasets.Dataset`; what it writes on the way goes into `work`."""
+    import datasets
+
+    if path == "synthetic":
+        return datasets.Dataset.from_list(synthetic_rows(section.format))
+    files = data_files(path)
+    if files is None:
+        return _hub(path)
+    tables = {kind: [f for f in files if TABLE_FORMATS.get(f.suffix) == kind] for kind in TABLE_FORMATS.values()}
+    found = [_table(kind, group, work) for kind, group in tables.items() if group]
+    texts = [file for file in files if file.suffix not in TABLE_FORMATS]
+    if texts:
+        if section.format != "text":
+            raise BadInput("data.path", f"{texts[0]} is plain text, without columns; {section.format} needs a table")
+        found.append(_texts(texts, section.text_column, work))
+    return found[0] if len(found) == 1 else _joined(found, section)
+
+
+def need_columns(rows: Any, columns: Sequence[str], source: str) -> None:
+    """`BadInput` that lists what there is if a column is missing."""
+    missing = [column for column in columns if column not in rows.column_names]
+    if missing:
+        raise BadInput(
+            "data",
+            f"{source} has no column {missing[0]!r}; it has {', '.join(rows.column_names)}; "
+            "name the right one with the keys data.…_column",
+        )
+
+
+def _texts(files: list[Path], column: str, work: Path) -> Any:
+    """One document a file."""
+    import datasets
+
+    def documents(paths: list[str]) -> Iterator[dict[str, str]]:
+        for path in paths:
+            yield {column: Path(path).read_text(encoding="utf-8", errors="replace")}
+
+    names = [str(file) for file in files]
+    if sum(file.stat().st_size for file in files) < 1 << 28:
+        return datasets.Dataset.from_list(list(documents(names)))
+    return datasets.Dataset.from_generator(documents, gen_kwargs={"paths": names}, cache_dir=str(work))
+
+
+def _table(kind: str, files: list[Path], work: Path) -> Any:
+    import datasets
+
+    names = [str(file) for file in files]
+    try:
+        if kind == "arrow":
+            return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names])
+        return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=str(work))
+    except Exception as error:  # datasets raises its readers' own errors: of pandas, pyarrow, json
+        if kind == "json":
+            _find_broken_line(files)
+        where = names[0] if len(names) == 1 else f"{names[0]} … ({len(names)} files)"
+        raise BadInput("data.path", f"{where} can't be read as {kind}: {deepest(error)}") from None
+
+
+def _find_broken_line(files: list[Path]) -> None:
+    """Name the first line that is no JSON."""
+    for file in files:
+        if file.suffix != ".jsonl":
+            continue
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    if line.strip() and not isinstance(json.loads(line), dict):
+                        raise BadInput("data.path", f"{file}, line {number}: one JSON object a line is required")
+                except json.JSONDecodeError as error:
+                    what = f"{error.msg} at column {error.colno}; mend or remove the line"
+                    raise BadInput("data.path", f"{file}, line {number} can't be read as JSON: {what}") from None
+
+
+def _joined(found: list[Any], section: Data) -> Any:
+    import datasets
+
+    shared = set(found[0].column_names).intersection(*(rows.column_names for rows in found))
+    need_columns(found[0].select_columns(sorted(shared)), (section.text_column,), "some of the files")
+    return datasets.concatenate_datasets([rows.select_columns(sorted(shared)) for rows in found])
+
+
+def _hub(path: str) -> Any:
+    import datasets
+
+    name, _, part = path.partition(":")
+    try:
+        return datasets.load_dataset(name, part or None, split="train")
+    except Exception as error:  # network, permissions, missing: each library its own class
+        raise BadInput(
+            "data.path", f"{path} is no local file and can't be loaded from the hub: {deepest(error)}"
+        ) from None
+
+
+def deepest(error: BaseException) -> str:
+    """The first line of the error that began it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

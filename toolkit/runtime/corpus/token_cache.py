@@ -1,0 +1,179 @@
+"""Tokenised once: a directory keyed by content, tokenizer and settings, which every rank and run shares."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from toolkit.errors import BadInput, Problem
+from toolkit.recipe.sections import Data
+from toolkit.runtime.corpus import sources
+from toolkit.runtime.corpus.formats import Format, make_format
+from toolkit.runtime.corpus.token_documents import TOKEN, Counts, Documents
+from toolkit.runtime.corpus.tokenizer import Tokenizer
+from toolkit.runtime.distributed.rank_zero_first import Together
+
+VERSION = 1
+"""Changes when the same rows and settings would give other documents."""
+ROWS_A_PROCESS = 2000
+"""Fewer are not worth another process."""
+BATCH_ROWS = 500
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """Documents of sources, made where they are missing."""
+
+    root: Path
+    workers: int
+    terminal: IO[str] | None = None
+    """Where a progress bar goes."""
+
+    def key(self, section: Data, source: str, tokenizer: Tokenizer) -> str:
+        """Name of the directory that holds the documents of a source: it is there whole, or not at all."""
+        columns = (
+            section.text_column, section.messages_column, section.prompt_column, section.response_column,
+            section.context_column, section.label_column,
+        )  # fmt: skip
+        settings = [VERSION, section.format, columns, tokenizer.identity, sources.content_key(section, source)]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+
+    def make(self, path: Path, section: Data, source: str, tokenizer: Tokenizer) -> None:
+        """Tokenise a source; a crash on the way leaves nothing that looks like a cache."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(prefix=f".writing-{path.name}-", dir=self.root))
+        except OSError as error:
+            raise BadInput("data.cache", f"{self.root} can't be written: {error.strerror}") from None
+        try:
+            documents = self._tokenise(section, source, tokenizer, work / "rows")
+            documents.save(work / "done")
+            with contextlib.suppress(OSError):  # somebody else was first: theirs is the same
+                os.rename(work / "done", path)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def _tokenise(self, section: Data, source: str, tokenizer: Tokenizer, work: Path) -> Documents:
+        with self._progress():
+            rows = sources.read_rows(section, source, work)
+            names = class_names(rows, section) if section.format == "classification" else ()
+            reader = make_format(section, tokenizer, names)
+            sources.need_columns(rows, reader.columns, source)
+            extra = ["tools"] if section.format == "chat" and "tools" in rows.column_names else []
+            chosen = rows.select_columns([*reader.columns, *extra])
+            encoded = chosen.map(
+                _Encode(reader),
+                batched=True,
+                batch_size=BATCH_ROWS,
+                with_indices=True,
+                remove_columns=chosen.column_names,
+                num_proc=self._processes(len(chosen)),
+                load_from_cache_file=False,
+                cache_file_name=str(work / "encoded.arrow"),
+                desc=f"tokenising {source}",
+            )
+        return replace(_collected(encoded, source), names=names)
+
+    def _processes(self, rows: int) -> int | None:
+        count = min(self.workers, rows // ROWS_A_PROCESS)
+        return count if count > 1 else None
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[None]:
+        """The progress bars of `datasets` on the terminal, if there is one; else nowhere."""
+        import datasets
+
+        shown = self.terminal is not None and self.terminal.isatty()
+        (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
+        with contextlib.redirect_stderr(self.terminal) if shown else contextlib.nullcontext():
+            yield
+
+
+def class_names(rows: Any, section: Data) -> tuple[str, ...]:
+    """Names of classes, if labels are names; sorted, unless the data set has an order of its own."""
+    sources.need_columns(rows, (section.label_column,), "the data")
+    feature = rows.features[section.label_column]
+    if getattr(feature, "names", None):
+        return ()  # its labels are numbers already
+    found = rows.unique(section.label_column)
+    return tuple(sorted(found)) if all(isinstance(label, str) for label in found) else ()
+
+
+@dataclass(frozen=True)
+class _Encode:
+    """One batch of rows to one row of flat arrays: tables of numbers, not lists of lists."""
+
+    reader: Format
+
+    def __call__(self, rows: Any, numbers: list[int]) -> dict[str, list[Any]]:
+        found = self.reader.encode(rows)
+        faults = [[numbers[place], what] for place, what in found.faults]
+        return {
+            "tokens": [_flat(found.documents, TOKEN)],
+            "lengths": [_lengths(found.documents)],
+            "counted": [_flat(found.counted, np.uint8)],
+            "targets": [_flat(found.targets, TOKEN)],
+            "target_lengths": [_lengths(found.targets)],
+            "labels": [np.asarray(found.labels, np.int64)],
+            "told": [json.dumps([len(numbers), found.empty, found.unanswered, found.unrolled, faults[:5]])],
+        }
+
+
+def _flat(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
+
+
+def _lengths(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
+
+
+def _collected(encoded: Any, source: str) -> Documents:
+    """All batches as one."""
+    columns: dict[str, list[np.ndarray]] = {}
+    counts, faults = Counts(), []
+    for table in encoded.with_format("arrow").iter(64):
+        for name in table.column_names:
+            if name != "told":
+                columns.setdefault(name, []).extend(
+                    chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table[name].chunks
+                )
+        for told in table["told"].to_pylist():
+            rows, empty, unanswered, unrolled, found = json.loads(told)
+            counts = Counts(
+                counts.rows + rows, counts.empty + empty, counts.unanswered + unanswered, counts.unrolled + unrolled
+            )
+            faults += found
+    if faults:
+        problems = [Problem(f"row {number + 1}", what) for number, what in faults[:5]]
+        raise BadInput(f"data.path: {source}", problems)
+    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
+    targets = Documents(whole["targets"], _bounds(whole["target_lengths"])) if len(whole["targets"]) else None
+    return Documents(
+        tokens=whole["tokens"],
+        bounds=_bounds(whole["lengths"]),
+        counted=whole["counted"] if len(whole["counted"]) else None,
+        labels=whole["labels"] if len(whole["labels"]) else None,
+        targets=targets,
+        counts=counts,
+    )
+
+
+def _bounds(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def find_or_make(cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, together: Together) -> Documents:
+    """The documents of a source: one rank of a host makes them if they are missing, the others wait for it."""
+    path = cache.root / together.tell(lambda: cache.key(section, source, tokenizer))
+    together.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))
+    return Documents.open(path)

@@ -1,0 +1,165 @@
+"""Tokenizers: bytes, built in, or any of Hugging Face."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from toolkit.errors import BadInput
+from toolkit.runtime.corpus.token_documents import TOKEN
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids."""
+
+    @property
+    def vocab(self) -> int:
+        """Ids are below this number."""
+
+    @property
+    def pad(self) -> int:
+        """Id that fills up a short sequence."""
+
+    @property
+    def end(self) -> int | None:
+        """Id that ends a document, if there is one."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered."""
+
+    @property
+    def template_ends(self) -> bool:
+        """Whether a rendered conversation says itself where an answer ends."""
+
+    @property
+    def identity(self) -> str:
+        """The same for tokenizers that give the same ids."""
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, and nothing else."""
+
+    def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text with the marks that an encoder expects around it."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
+        """A conversation as text; with `prompt`: up to where the assistant speaks next."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Ids back to text."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """UTF-8 bytes as they are; 256 ends a document and 257 pads."""
+
+    vocab: int = 258
+    end: int = 256
+    pad: int = 257
+    has_template: bool = True
+    template_ends: bool = False
+    identity: str = "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(TOKEN) for text in texts]
+
+    def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.concatenate([[self.end], ids, [self.end]]).astype(TOKEN) for ids in self.encode(texts)]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
+        """`<role>content` a line; what tools there are, and calls of them, as JSON."""
+        lines = [f"<tools>{json.dumps(tools, ensure_ascii=False)}\n"] if tools else []
+        for message in messages:
+            calls = message.get("tool_calls")
+            shown = json.dumps(calls, ensure_ascii=False) if calls else ""
+            lines.append(f"<{message['role']}>{message.get('content') or ''}{shown}\n")
+        return "".join(lines) + ("<assistant>" if prompt else "")
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A tokenizer of transformers."""
+
+    tokenizer: Any
+
+    @property
+    def vocab(self) -> int:
+        return len(self.tokenizer)
+
+    @property
+    def pad(self) -> int:
+        pad = self.tokenizer.pad_token_id
+        return int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+
+    @property
+    def end(self) -> int | None:
+        end: int | None = self.tokenizer.eos_token_id
+        return end
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.tokenizer.chat_template)
+
+    @property
+    def template_ends(self) -> bool:
+        return self.has_template
+
+    @property
+    def identity(self) -> str:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        table = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        special = json.dumps(self.tokenizer.special_tokens_map, default=str, sort_keys=True)
+        text = "\0".join((type(self.tokenizer).__name__, table, special, str(self.tokenizer.chat_template)))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._encode(texts, add_special_tokens=False)
+
+    def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self._encode(texts, add_special_tokens=True)
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[np.ndarray]:
+        found = self.tokenizer(
+            list(texts),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [np.asarray(ids, dtype=TOKEN) for ids in found["input_ids"]]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tools=tools or None, tokenize=False, add_generation_prompt=prompt
+            )
+        )
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+
+def load_tokenizer(name: str | None, model_path: str | None, *, trust_remote_code: bool = False) -> Tokenizer:
+    """The recipe's tokenizer: `bytes`, a hub id or directory, or the model's own."""
+    if name == "bytes":
+        return Bytes()
+    source = name or model_path
+    if source is None:
+        raise BadInput("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")
+    from transformers import AutoTokenizer
+
+    try:
+        return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput("data.tokenizer", f"{source} can't be loaded: {first}; `bytes` needs no download") from None

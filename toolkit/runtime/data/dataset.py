@@ -1,0 +1,83 @@
+"""What loading gives: samples to train on and to evaluate with, and what to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from toolkit.errors import BadInput
+from toolkit.recipe.sections import Recipe
+from toolkit.runtime.corpus.tokenizer import Tokenizer
+from toolkit.runtime.data.mixture import Mixed
+from toolkit.runtime.data.sample_order import Order, Part, mixture
+from toolkit.runtime.data.samples_protocol import Samples
+from toolkit.runtime.data.streaming import Streamed
+
+HELD_OUT_SEED = 20
+"""Which documents are held out does not depend on the run's seed: runs with different seeds stay comparable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """The samples of a run."""
+
+    train: Samples
+    held_out: Samples | None = None
+    documents: int = 0
+    tokens: int = 0
+    notes: tuple[str, ...] = ()
+    """What a user should know of the data."""
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def useful_fraction(self) -> float:
+        """Share of token positions that are not padding."""
+        return self.train.positions_used / max(self.train.positions, 1)
+
+    def order(self, recipe: Recipe, global_batch: int) -> Order:
+        """The order of the training samples."""
+        if isinstance(self.train, Streamed):
+            start = Order(samples=0, global_batch=global_batch, seed=recipe.train.seed, streamed=True)
+            return replace(start, ramp=recipe.train.batch_ramp)
+        parts: tuple[Part, ...] = ()
+        if isinstance(self.train, Mixed):
+            parts = mixture([len(part) for part in self.train.parts], list(self.train.weights))
+        order = Order(
+            samples=len(self.train),
+            global_batch=global_batch,
+            seed=recipe.train.seed,
+            parts=parts,
+            lengths=self.train.lengths,
+            ramp=recipe.train.batch_ramp,
+        )
+        if recipe.train.epochs is None:
+            return order
+        return replace(order, total=max(1, round(recipe.train.epochs * order.epoch_samples)))
+
+
+def split(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the documents to train on, and of those held out."""
+    numbers = np.arange(count)
+    held_out = min(max(round(fraction * count), 1), count - 1) if fraction > 0 else 0
+    shuffled = np.random.default_rng(HELD_OUT_SEED).permutation(count)
+    return np.setdiff1d(numbers, shuffled[:held_out]), np.sort(shuffled[:held_out])
+
+
+def check_labels(labels: np.ndarray, num_labels: int, source: str) -> None:
+    """`BadInput` if a label is not one of the model's classes."""
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= num_labels:
+        bad = low if low < 0 else high
+        row = int(np.flatnonzero(labels == bad)[0]) + 1
+        raise BadInput(
+            "data.label_column",
+            f"{source}, document {row}: label {bad} found; the model has {num_labels} classes, 0 to {num_labels - 1}; "
+            "set model.num_labels, or mend the labels",
+        )
+
+
+def mixed(parts: Sequence[Samples], weights: list[float]) -> Samples:
+    """Several sources as one, with a weight each."""
+    return parts[0] if len(parts) == 1 else Mixed(parts, tuple(weights))

@@ -1,0 +1,214 @@
+"""From a recipe's data section to samples: read, tokenise or find in the cache, hold out, pack."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from toolkit.errors import BadInput
+from toolkit.recipe.data_checks import PACKED_FORMATS, source_weights
+from toolkit.recipe.sections import Data, Model, Recipe, Train
+from toolkit.runtime.corpus.formats import make_format
+from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
+from toolkit.runtime.corpus.token_documents import Documents
+from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
+from toolkit.runtime.data.dataset import Loaded, check_labels, mixed, split
+from toolkit.runtime.data.images import read_images
+from toolkit.runtime.data.packing import BestFit, Pieces, cut
+from toolkit.runtime.data.packing_check import check_isolated
+from toolkit.runtime.data.prefetch import AHEAD
+from toolkit.runtime.data.samples import Labelled, Padded, Stream, Synthetic
+from toolkit.runtime.data.samples_protocol import Samples
+from toolkit.runtime.data.streaming import Streamed, windows
+from toolkit.runtime.distributed.rank_zero_first import Alone, Together
+from toolkit.runtime.models.input_spec import Takes
+
+
+def load_data(
+    recipe: Recipe, takes: Takes, together: Together | None = None, terminal: IO[str] | None = None
+) -> Loaded:
+    """The recipe's data; `BadInput` if there is none, or if it does not fit the model."""
+    section = recipe.data
+    if section.format == "image-classification":
+        return _images(section, takes, recipe.model.path if recipe.model.init == "pretrained" else None)
+    if section.path == "synthetic" and section.format == "text":
+        samples = Synthetic(takes.need_vocab(), section.seq_len)
+        return Loaded(train=samples, documents=len(samples), tokens=samples.positions, tokenizer=Bytes())
+    section, notes = packing_of(section, recipe.model)
+    loader = _Loader(section, takes, load_recipe_tokenizer(recipe), together or Alone(), terminal)
+    loaded = loader.stream(recipe.train) if section.streaming else loader.load()
+    return replace(loaded, notes=(*notes, *loaded.notes))
+
+
+def packing_of(section: Data, model: Model) -> tuple[Data, tuple[str, ...]]:
+    """The section with a packing method that the model can keep, and what the user should hear of it."""
+    if section.format not in PACKED_FORMATS or not section.packing or section.packing_method == "stream":
+        return section, ()
+    try:
+        check_isolated(model)
+    except BadInput as error:
+        if section.packing_method == "best_fit" or section.format != "text":
+            raise
+        why = error.problems[0].what.partition(";")[0]
+        return replace(section, packing_method="stream"), (f"packed as one stream: {why}",)
+    return replace(section, packing_method="best_fit"), ()
+
+
+def _identity(section: Data, weights: Mapping[str, float]) -> dict[str, Any]:
+    """What numbers of a stream's sequences depend on, besides the seed and the rows."""
+    keys = ("format", "seq_len", "packing_method", "long_documents")
+    shares = ", ".join(f"{weight:g}" for weight in weights.values())
+    return {"path": f"sources with weights {shares}", **{key: getattr(section, key) for key in keys}}
+
+
+def _images(section: Data, takes: Takes, model_path: str | None) -> Loaded:
+    found = []
+    for source in source_weights(section.path):
+        images = read_images(section, source, takes, model_path)
+        check_labels(images.labels, takes.need_labels(), source)
+        found.append(images)
+    if section.eval_path is not None:
+        trains, held_out = found, [read_images(section, section.eval_path, takes, model_path)]
+    else:
+        splits = [(images, *split(len(images), section.eval_fraction)) for images in found]
+        trains = [images.take(numbers) for images, numbers, _ in splits]
+        held_out = [images.take(numbers) for images, _, numbers in splits if len(numbers)]
+    return Loaded(
+        train=mixed(trains, list(source_weights(section.path).values())),
+        held_out=mixed(held_out, [1.0] * len(held_out)) if held_out else None,
+        documents=sum(len(images) for images in found),
+        tokens=sum(images.positions for images in found),
+    )
+
+
+def load_recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+    """The tokenizer that the recipe's data is read with."""
+    name = recipe.data.tokenizer or ("bytes" if recipe.data.path == "synthetic" and not recipe.model.path else None)
+    return load_tokenizer(name, recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Loader:
+    section: Data
+    takes: Takes
+    tokenizer: Tokenizer
+    together: Together
+    terminal: IO[str] | None
+
+    def load(self) -> Loaded:
+        self._check_tokenizer()
+        found = {source: self._documents(source) for source in source_weights(self.section.path)}
+        splits = [(documents, *split(len(documents), self.section.eval_fraction)) for documents in found.values()]
+        trains = [self._samples(documents, numbers) for documents, numbers, _ in splits]
+        self._check_enough(found, trains)
+        return Loaded(
+            train=mixed(trains, list(source_weights(self.section.path).values())),
+            held_out=self._held_out(splits),
+            documents=sum(len(documents) for documents in found.values()),
+            tokens=sum(len(documents.tokens) for documents in found.values()),
+            notes=tuple(self._notes(found, trains)),
+            tokenizer=self.tokenizer,
+        )
+
+    def stream(self, train: Train) -> Loaded:
+        """Samples that are read while the run trains; figures are of the first window."""
+        self._check_tokenizer()
+        reader = make_format(self.section, self.tokenizer)
+        weights = source_weights(self.section.path)
+        found = windows(self.section, weights, reader, train.seed)
+        start, first = next(found)
+        streamed = Streamed(
+            open=lambda start: windows(self.section, weights, reader, train.seed, start),
+            make=lambda documents: self._samples(documents, np.arange(len(documents))),
+            seq_len=self.section.seq_len,
+            keep=(AHEAD + 2) * train.global_batch,
+            identity=_identity(self.section, weights),
+            windows=itertools.chain([(start, first)], found),
+        )
+        return Loaded(
+            train=streamed,
+            held_out=self._held_out([]),
+            documents=len(first),
+            tokens=len(first.tokens),
+            notes=(f"streamed: figures are of the first {len(first):,} documents",),
+            tokenizer=self.tokenizer,
+        )
+
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer.vocab > self.takes.need_vocab():
+            what = f"{self.tokenizer.vocab} tokens; the model's embedding has {self.takes.vocab} rows"
+            raise BadInput("data.tokenizer", f"{what}; use a model or tokenizer that match")
+        if self.takes.reads_last and self.takes.pad != self.tokenizer.pad:
+            what = f"{self.takes.pad} given; the tokenizer pads with {self.tokenizer.pad}"
+            raise BadInput("model.config.pad_token_id", f"{what}, and the model finds a text's last token by it")
+
+    def _documents(self, source: str) -> Documents:
+        root = Path(self.section.cache).expanduser()
+        cache = TokenCache(root, self.section.workers or os.cpu_count() or 1, self.terminal)
+        documents = find_or_make(cache, self.section, source, self.tokenizer, self.together)
+        self._check_labels(documents, source)
+        return documents
+
+    def _check_labels(self, documents: Documents, source: str) -> None:
+        if documents.labels is None or not len(documents):
+            return
+        check_labels(documents.labels, self.takes.need_labels(), source)
+
+    def _held_out(self, splits: Sequence[tuple[Documents, np.ndarray, np.ndarray]]) -> Samples | None:
+        if self.section.eval_path is not None:
+            documents = self._documents(self.section.eval_path)
+            samples = self._samples(documents, np.arange(len(documents)))
+            if not len(samples):
+                raise BadInput("data.eval_path", f"{self.section.eval_path}: no sample in {len(documents)} documents")
+            return samples
+        if not self.section.eval_fraction:
+            return None
+        held_out = [self._samples(documents, numbers) for documents, _, numbers in splits]
+        found = [samples for samples in held_out if len(samples)]
+        if not found:
+            raise BadInput("data.eval_fraction", "the documents that it holds out make no sample; raise it")
+        return mixed(found, [1.0] * len(found))
+
+    def _samples(self, documents: Documents, numbers: np.ndarray) -> Samples:
+        section, pad = self.section, self.tokenizer.pad
+        if section.format not in PACKED_FORMATS:
+            start = self.takes.need_start() if section.format == "seq2seq" else 0
+            return Labelled(documents.take(numbers), section.seq_len, pad, start)
+        if not section.packing:
+            pieces = cut(documents, numbers, section.seq_len, "truncate")
+            return Padded(documents, pieces.starts, pieces.lengths, section.seq_len, pad)
+        if section.packing_method == "stream":
+            whole = documents if len(numbers) == len(documents) else documents.take(numbers)
+            return Stream(whole.tokens, section.seq_len)
+        return BestFit.pack(documents, self._cut(documents, numbers), section.seq_len, pad)
+
+    def _cut(self, documents: Documents, numbers: np.ndarray) -> Pieces:
+        return cut(documents, numbers, self.section.seq_len, self.section.long_documents)
+
+    def _check_enough(self, found: dict[str, Documents], trains: Sequence[Samples]) -> None:
+        for (source, documents), samples in zip(found.items(), trains, strict=True):
+            if not len(samples):
+                what = f"{len(documents.tokens)} tokens in {len(documents)} documents"
+                needed = f"; one sequence needs {self.section.seq_len + 1}" if isinstance(samples, Stream) else ""
+                notes = "".join(f"; {note}" for note in documents.counts.notes())
+                raise BadInput("data.path", f"{source}: {what} make no sample{needed}{notes}")
+
+    def _notes(self, found: dict[str, Documents], trains: Sequence[Samples]) -> list[str]:
+        notes = [note for documents in found.values() for note in documents.counts.notes()]
+        long = sum(self._num_long(documents) for documents in found.values())
+        if long and not (self.section.packing_method == "stream" and self.section.packing):
+            split = self.section.packing and self.section.long_documents == "split"
+            can_split = split and self.section.format in PACKED_FORMATS
+            how = "split" if can_split else "truncated"
+            notes.append(f"{long:,} documents longer than {self.section.seq_len} tokens {how}")
+        return notes
+
+    def _num_long(self, documents: Documents) -> int:
+        spare = 1 if self.section.format in PACKED_FORMATS else 0
+        return int((documents.lengths > self.section.seq_len + spare).sum())

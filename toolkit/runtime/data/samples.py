@@ -1,0 +1,193 @@
+"""Samples beside best-fit packing: one stream cut into sequences, padded documents, arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from toolkit.runtime.corpus.token_documents import Documents, spread
+from toolkit.runtime.data.samples_protocol import IGNORE, MicroBatch
+
+ROUND = 64
+"""Padded widths are multiples of this: few shapes, and sequence ranks can share them."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All documents in one stream, cut into sequences: nothing is padded; a sequence may see several documents."""
+
+    tokens: np.ndarray
+    seq_len: int
+    lengths: None = None
+
+    def __len__(self) -> int:
+        return max(0, (len(self.tokens) - 1) // self.seq_len)
+
+    @property
+    def positions(self) -> int:
+        """All are used."""
+        return len(self) * self.seq_len
+
+    positions_used = positions
+
+    def width(self, indices: np.ndarray) -> int:
+        """Tokens of a row."""
+        return self.seq_len
+
+    def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
+        spans = indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        return _shifted(self.tokens[spans])
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Arithmetic sequences: no files, learnable, for smoke tests and benchmarks."""
+
+    vocab: int
+    seq_len: int
+    count: int = 65536
+    lengths: None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def positions(self) -> int:
+        """All are used."""
+        return self.count * self.seq_len
+
+    positions_used = positions
+
+    def width(self, indices: np.ndarray) -> int:
+        """Tokens of a row."""
+        return self.seq_len
+
+    def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
+        stride = 1 + indices % 7
+        return _shifted((indices[:, None] + stride[:, None] * np.arange(self.seq_len + 1)) % self.vocab)
+
+
+def _shifted(window: np.ndarray) -> MicroBatch:
+    tensor = torch.from_numpy(window.astype(np.int64))
+    return MicroBatch(tensor[:, :-1].contiguous(), tensor[:, 1:].contiguous())
+
+
+class Rows(Protocol):
+    """One document a row: what padding costs."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Inputs of each row."""
+
+    @property
+    def seq_len(self) -> int:
+        """The longest row."""
+
+
+def _positions(self: Rows) -> int:
+    """If batches were of one length each."""
+    return int(_rounded(self.lengths, self.seq_len).sum())
+
+
+def _positions_used(self: Rows) -> int:
+    """Without padding."""
+    return int(self.lengths.sum())
+
+
+@dataclass(frozen=True)
+class Padded:
+    """One document a row, padded on the right to the longest of the global batch; batches are of like lengths."""
+
+    documents: Documents
+    starts: np.ndarray
+    lengths: np.ndarray
+    """Inputs of each row."""
+    seq_len: int
+    pad: int
+
+    positions = property(_positions)
+    positions_used = property(_positions_used)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def width(self, indices: np.ndarray) -> int:
+        """The longest of the batch, rounded up."""
+        return int(_rounded(self.lengths[indices], self.seq_len).max())
+
+    def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
+        shape = (len(indices), width or self.width(indices))
+        lengths = self.lengths[indices]
+        spots = spread(np.arange(len(indices)) * shape[1], lengths)
+        source = spread(self.starts[indices], lengths)
+        labels = self.documents.tokens[source + 1].astype(np.int64)
+        if self.documents.counted is not None:
+            labels = np.where(self.documents.counted[source + 1], labels, IGNORE)
+        mask = _filled(shape, 0, spots, np.ones(1, np.int64))
+        ids = _filled(shape, self.pad, spots, self.documents.tokens[source])
+        return MicroBatch(ids, _filled(shape, IGNORE, spots, labels), mask)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """One document a row, with a class, or with a text that it is to be turned into."""
+
+    documents: Documents
+    seq_len: int
+    pad: int
+    start: int = 0
+    """Seq2seq: what the decoder begins with."""
+
+    positions = property(_positions)
+    positions_used = property(_positions_used)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Inputs of each row."""
+        lengths: np.ndarray = np.minimum(self.documents.lengths, self.seq_len)
+        return lengths
+
+    def width(self, indices: np.ndarray) -> int:
+        """The longest of the batch, rounded up; encoder and decoder are padded alike."""
+        longest = self.documents.lengths[indices]
+        if self.documents.targets is not None:
+            longest = np.maximum(longest, self.documents.targets.lengths[indices])
+        return int(_rounded(longest, self.seq_len).max())
+
+    def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
+        width = width or self.width(indices)
+        ids, mask = _rows(self.documents, indices, width, self.pad)
+        if self.documents.targets is None:
+            assert self.documents.labels is not None
+            classes = np.asarray(self.documents.labels[indices], np.int64)
+            return MicroBatch(ids, torch.from_numpy(classes), mask)
+        targets, present = _rows(self.documents.targets, indices, width, self.pad)
+        before = torch.cat([torch.full((len(indices), 1), self.start), targets[:, :-1]], 1)
+        return MicroBatch(ids, targets.masked_fill(present == 0, IGNORE), mask, decoder_input_ids=before)
+
+
+def _rounded(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+    """Widths of rows: few different ones."""
+    widths: np.ndarray = np.minimum(-(-lengths // ROUND) * ROUND, seq_len)
+    return widths
+
+
+def _rows(documents: Documents, indices: np.ndarray, width: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of whole documents, cut at the width."""
+    shape = (len(indices), width)
+    lengths = np.minimum(documents.lengths[indices], width)
+    spots = spread(np.arange(len(indices)) * width, lengths)
+    source = spread(documents.bounds[:-1][indices], lengths)
+    return _filled(shape, pad, spots, documents.tokens[source]), _filled(shape, 0, spots, np.ones(1, np.int64))
+
+
+def _filled(shape: tuple[int, int], rest: int, spots: np.ndarray, values: np.ndarray) -> torch.Tensor:
+    whole = np.full(shape, rest, np.int64)
+    whole.reshape(-1)[spots] = values
+    return torch.from_numpy(whole)

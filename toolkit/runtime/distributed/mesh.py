@@ -1,0 +1,126 @@
+"""The ranks of a plan as a grid: which replica, stage and shard this process is, and the groups along each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+
+from toolkit.plans.plan import Plan
+from toolkit.runtime.distributed.process_group import all_sum
+
+
+class Mesh:
+    """`rank = (pipe · dp + data) · inner + place`: DeepSpeed's own order; inner is the tensor or sequence axis."""
+
+    def __init__(self, plan: Plan, rank: int, size: int, local_size: int | None = None) -> None:
+        assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
+        assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold whole models"
+        assert plan.islands == 1 or plan.tp * plan.pp * plan.sp * plan.ep == 1, "islands are data-parallel"
+        self.plan, self.rank, self.size = plan, rank, size
+        self.local_size = local_size or size
+        """Ranks of this host."""
+        inner = plan.tp * plan.sp
+        island_size = size // plan.islands
+        self.island, local = divmod(rank, island_size)
+        self.pipe, rest = divmod(local, plan.dp * inner)
+        self.data, place = divmod(rest, inner)
+        self.tensor, self.sequence = (place, 0) if plan.tp > 1 else (0, place)
+        stages = [[(p * plan.dp + d) * inner + i for i in range(inner)] for p in range(plan.pp) for d in range(plan.dp)]
+        data = [[(p * plan.dp + d) * inner + i for d in range(plan.dp)] for p in range(plan.pp) for i in range(inner)]
+        replicas = [
+            [(p * plan.dp + d) * inner + i for p in range(plan.pp) for i in range(inner)] for d in range(plan.dp)
+        ]
+        data = [[first + rank for rank in ranks] for first in range(0, size, island_size) for ranks in data]
+        stages = stages if plan.islands == 1 else [[rank] for rank in range(size)]
+        replicas = replicas if plan.islands == 1 else [[rank] for rank in range(size)]
+        self.island_group = self._own([list(range(place, size, island_size)) for place in range(island_size)])
+        """Ranks with this one's place in every island."""
+        self.inner_group = self._own(stages)
+        """Ranks that hold the shards of one stage: the tensor or the sequence axis."""
+        self.data_group = self._own(data)
+        """Ranks that hold the same shard of every replica."""
+        self.replica_group = self._own(replicas)
+        """Ranks that hold one replica together."""
+        self.data_ranks = next(ranks for ranks in data if rank in ranks)
+
+    def between_islands(self) -> Any:
+        """A new group over host memory of the ranks with this one's place in every island. Collective."""
+        size = self.plan.devices // self.plan.islands
+        made = [
+            torch.distributed.new_group(list(range(place, self.plan.devices, size)), backend="gloo")
+            for place in range(size)
+        ]
+        return made[self.rank % size]
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks that each see other tokens: replicas, and the sequence ranks of each."""
+        return self.plan.dp * self.plan.sp
+
+    def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks that see other tokens, in place."""
+        if self.token_ranks == 1:
+            return values
+        return all_sum(values, self.data_group if self.plan.sp == 1 else None)
+
+    def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the stages and tensor shards of this replica, in place."""
+        return all_sum(values, self.replica_group) if self.plan.tp * self.plan.pp > 1 else values
+
+    def _own(self, groups: Sequence[Sequence[int]]) -> Any:
+        """Make all groups, as every rank must; the one that this rank is in. None: the world, or this rank alone."""
+        if len(groups) == 1 or all(len(ranks) == 1 for ranks in groups):
+            return None
+        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        return next(group for ranks, group in made if self.rank in ranks)
+
+
+class TensorUnit:
+    """What DeepSpeed asks of a Megatron-like `mpu`: the tensor and data groups of a mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._alone = dist.get_world_group()
+        self._islands = mesh.plan.islands > 1
+        if mesh.plan.dp == 1 or self._islands:  # DeepSpeed wants a group even where there is nothing to reduce
+            groups = [dist.new_group([rank]) for rank in range(mesh.plan.devices)]
+            self._alone = groups[dist.get_rank()]
+
+    def get_model_parallel_group(self) -> Any:
+        """Ranks that hold the shards of one replica."""
+        return self._alone if self._islands else self._mesh.inner_group or dist.get_world_group()
+
+    def get_model_parallel_rank(self) -> int:
+        """Place among them."""
+        return self._mesh.tensor
+
+    def get_model_parallel_world_size(self) -> int:
+        """Their number."""
+        return self._mesh.plan.tp
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """No stages."""
+        return 1
+
+    def get_data_parallel_group(self) -> Any:
+        """Ranks that hold the same shard of every replica."""
+        return self._mesh.data_group or self._alone
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The same as numbers."""
+        return self._mesh.data_ranks
+
+    def get_data_parallel_rank(self) -> int:
+        """Which replica."""
+        return self._mesh.data
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of replicas."""
+        return self._mesh.plan.dp

@@ -1,0 +1,55 @@
+"""What a new DeepSpeed engine needs before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+from toolkit.checkpoints import element_runs
+from toolkit.runtime.distributed.mesh import Mesh
+from toolkit.runtime.engine.onebit_adam import Exchange, OneBitAdam
+from toolkit.runtime.engine.optimizers import Layers, Own, Span
+from toolkit.runtime.engine.training_state import DeepSpeedState
+
+
+def undo_first_step(optimizer: Any) -> None:
+    """Give a 16-bit optimizer without ZeRO back its fresh state.
+
+    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
+    bias correction shortens the first updates, and weight decay has already bitten.
+    """
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return
+    optimizer.optimizer.state.clear()
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
+
+
+def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
+    """Tell an optimizer of ours what it needs, and that steps count from now on."""
+    if isinstance(state.base, OneBitAdam):
+        _begin_one_bit(engine, state.base, mesh)
+    if isinstance(state.base, Own):
+        whole = mesh.plan.zero_stage == 0 or mesh.plan.tp * mesh.plan.pp > 1
+        state.base.begin(Layers() if whole else _sharded(state, mesh))
+
+
+def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:
+    """Once it compresses, the optimizer exchanges; until then the engine reduces gradients as ever."""
+    ranks = mesh.plan.dp
+    optimizer.begin(Exchange(ranks, mesh.data, mesh.data_group) if ranks > 1 else None)
+    reduce = engine.allreduce_gradients
+    engine.allreduce_gradients = lambda *args, **kwargs: None if optimizer.compresses else reduce(*args, **kwargs)
+
+
+def _sharded(state: DeepSpeedState, mesh: Mesh) -> Layers:
+    """ZeRO cuts flat tensors of many layers over the replicas."""
+    numbers = {name: number for number, name in enumerate(sorted(state.names.values()))}
+    spans: dict[torch.Tensor, list[Span]] = {}
+    for name, held in state.held():
+        stop = held.start + element_runs.size(held.region)
+        spans.setdefault(held.master, []).append(Span(numbers[name], held.start, stop))
+    return Layers(spans, len(numbers), mesh.sum_over_tokens)

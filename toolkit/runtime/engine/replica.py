@@ -1,0 +1,259 @@
+"""The DeepSpeed engine behind one call: a global batch in, loss and gradient norm out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import deepspeed
+import torch
+from torch.nn.functional import cross_entropy
+
+from toolkit.checkpoints import element_runs
+from toolkit.recipe.lr_schedule import Schedule
+from toolkit.recipe.sections import Train
+from toolkit.runtime.checkpoint.fragments import Stateful
+from toolkit.runtime.data.samples_protocol import IGNORE, MicroBatch
+from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
+from toolkit.runtime.distributed.process_group import device
+from toolkit.runtime.engine import gradient_reduction
+from toolkit.runtime.engine.deepspeed_fixups import begin, undo_first_step
+from toolkit.runtime.engine.expert_layout import expert_copies, expert_places
+from toolkit.runtime.engine.gradient_norm import NoNumbers, NormMeter
+from toolkit.runtime.engine.loss_scale import Scaling
+from toolkit.runtime.engine.noise_meter import NoiseMeter
+from toolkit.runtime.engine.nonfinite import FaultCounter
+from toolkit.runtime.engine.optimizers import own_optimizer
+from toolkit.runtime.engine.training_state import DeepSpeedState, Place, Placed
+from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.sharding.vocab_parallel_loss import Loss, num_correct
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did, the same on every rank and under every strategy."""
+
+    loss: torch.Tensor
+    """Cross-entropy averaged over the counted tokens of the global batch; still on the device."""
+    tokens: int
+    """Counted tokens of the global batch."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    lr: float
+    """Learning rate of the update."""
+    skipped: bool = False
+    """Whether no update was made, because gradients overflowed."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by, in fp16."""
+    micro_square: float | None = None
+    """Mean square norm of a micro-batch's gradient, where it is measured."""
+    own_faults: torch.Tensor | None = None
+    """What this rank's own forward and backward pass gave that is no number; looked at only after a bad step."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What an evaluation adds up: the same on every rank."""
+
+    loss: float = 0.0
+    """Cross-entropies."""
+    counted: int = 0
+    """Tokens, or samples with a class."""
+    correct: int = 0
+    """Those whose likeliest value was right."""
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
+
+
+class Engine(Protocol):
+    """What the trainer drives."""
+
+    @property
+    def replica(self) -> int:
+        """Which data-parallel replica this rank is part of."""
+
+    @property
+    def state(self) -> Stateful:
+        """Masters and optimizer states, for checkpoints."""
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        """Train on this replica's share of a global batch."""
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        """Losses of this replica's share of a global batch, added up over all replicas; nothing is learned."""
+
+    def watch(self, clock: Clock) -> None:
+        """Tell a clock which part of a step runs, from now on."""
+
+
+class ReplicaEngine:
+    """Data parallel, ZeRO and tensor parallel: a replica is one model, whole or in shards, called in one piece."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mesh: Mesh,
+        train: Train,
+        config: dict[str, Any],
+        schedule: Schedule,
+        unit: TensorUnit | None = None,
+        after_backward: Callable[[], None] | None = None,
+        take: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
+        loss: Loss | None = None,
+        noise: NoiseMeter | None = None,
+    ) -> None:
+        self._noise = noise
+        self._mesh = mesh
+        self._loss = loss or summed_loss
+        self._take = take
+        self._after_backward = after_backward
+        self._sums = train.grad_reduce == "sum"
+        self._accumulated = mesh.plan.grad_accum
+        self._faults = FaultCounter(device())
+        self._clock: Clock = NoClock()
+        model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
+        self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        optimizer, config = own_optimizer(train, config)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=config,
+            optimizer=optimizer,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+            mpu=unit,
+        )
+        undo_first_step(self._engine.optimizer)
+        begin(self._engine, self.state, mesh)
+        gradient_reduction.install(self._engine, train.reduce, mesh)
+        self._norm = NormMeter(self._engine, mesh)
+        self._scaling = Scaling(self._engine, mesh.plan)
+
+    @property
+    def replica(self) -> int:
+        return self._mesh.data
+
+    @property
+    def state(self) -> DeepSpeedState:
+        named = dict(self.module.named_parameters())
+        ranks = self._mesh.token_ranks  # sequence ranks hold whole copies, as replicas do
+        return DeepSpeedState(
+            self._engine,
+            names={p: name for name, p in named.items()},
+            copy=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
+            copies=ranks,
+            place=expert_places(self._whole_shapes, self._mesh) if self._mesh.plan.ep > 1 else placed(named),
+            copies_of=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
+            writes=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
+        )
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model inside the engine."""
+        return self._engine.module  # type: ignore[no-any-return]
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        plan, tokens = self._mesh.plan, counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        self._accumulate(len(batch))
+        # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
+        weight = len(batch) * self._mesh.token_ranks / max(tokens, 1)
+        if self._sums:
+            weight *= plan.global_batch // plan.grad_accum * len(batch)
+        total = torch.zeros((), device=device())
+        lr = float(self._engine.get_lr()[0])
+        self._faults.reset()
+        self._scaling.begin()
+        try:
+            for micro in batch:
+                with part(self._clock, "forward"):
+                    own = self._take(micro.to(device()))
+                    loss = self._loss(self._engine(**own.inputs()).logits, own.labels)
+                    total += loss.detach()
+                with part(self._clock, "backward"):
+                    self._engine.backward(self._scaling.prepared(loss * weight))
+                self._check_once()
+                with part(self._clock, "optimizer"):
+                    self._engine.step()
+        except NoNumbers:  # on every rank alike: the averaged gradients are the same
+            pass
+        faults = self._faults.count + (~torch.isfinite(total)).float()
+        mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
+        scale, skipped = self._scaling.last()
+        return StepResult(
+            loss=mean,
+            tokens=tokens,
+            grad_norm=self._scaling.unscaled(self._norm.last()),
+            lr=lr,
+            skipped=skipped,
+            loss_scale=scale,
+            micro_square=self._noise.take(len(batch)) if self._noise else None,
+            own_faults=faults,
+        )
+
+    def watch(self, clock: Clock) -> None:
+        self._clock = clock
+        time_gradient_sync(self._engine, clock)
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        sums = torch.zeros(3, dtype=torch.float64, device=device())
+        self._engine.eval()
+        with torch.no_grad():
+            for micro in batch:
+                own = self._take(micro.to(device()))
+                logits = self._engine(**own.inputs()).logits
+                loss = self._loss(logits, own.labels)
+                correct = num_correct(self._loss, logits, own.labels)
+                sums += torch.stack([value.double() for value in (loss, (own.labels != IGNORE).sum(), correct)])
+        self._engine.train()
+        total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
+        return Sums(total, int(counted), int(correct))
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """A batch that grows has more micro-batches; DeepSpeed counts them from a step's first."""
+        if micro_batches != self._accumulated:
+            engine, self._accumulated = self._engine, micro_batches
+            size = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            engine.set_train_batch_size(size * micro_batches)
+            engine.micro_steps = 0
+
+    def _check_once(self) -> None:
+        check, self._after_backward = self._after_backward, None
+        if check is not None:
+            check()
+
+
+def time_gradient_sync(engine: Any, clock: Clock) -> None:
+    """What the engine does after a backward pass to finish the reduction is gradient synchronisation."""
+    finish = engine.allreduce_gradients
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with part(clock, "grad_sync"):
+            return finish(*args, **kwargs)
+
+    engine.allreduce_gradients = timed
+
+
+def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
+    """Where elements of this rank's parameters are in the whole ones."""
+
+    def place(name: str, low: int, high: int) -> Placed:
+        parameter = named[name]
+        layout = layout_of(parameter)
+        if layout is None:
+            return Placed(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), element_runs.flat(low, high))
+        return Placed(name, layout.shape, element_runs.take(layout.region(), low, high))
+
+    return place
+
+
+def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
+    """Tokens of the global batch that the loss counts."""
+    return int(mesh.sum_over_tokens(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy added up over counted tokens: a number even where none counts."""
+    rows = logits.reshape(-1, logits.shape[-1]).float()
+    return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -1,0 +1,223 @@
+"""The training state inside a DeepSpeed engine, as fragments: one small function for each optimizer wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from toolkit.checkpoints import element_runs
+from toolkit.checkpoints.element_runs import Region
+from toolkit.errors import CheckpointFailed
+from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT, Fragment, Held, held_fragments
+
+
+class Placed(NamedTuple):
+    """Elements of a rank's tensor in the whole model."""
+
+    name: str
+    """Hugging Face name of the full parameter."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    region: Region
+    """The elements there."""
+
+
+Place = Callable[[str, int, int], Placed]
+"""(name, start, stop) of this rank's tensor → where that is."""
+NOT_STATES = (WEIGHT, BUFFER, "outer_momentum", "exchange_error")
+"""Kinds in a checkpoint that are no states of this optimizer; those with `@` are of other islands."""
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class DeepSpeedState:
+    """`Stateful` over a DeepSpeed engine of any ZeRO stage and precision."""
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        names: Mapping[torch.Tensor, str],
+        copy: int,
+        copies: int,
+        place: Place,
+        copies_of: Callable[[str], tuple[int, int]] | None = None,
+        writes: Callable[[str], bool] = lambda name: True,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """`names`: own name of each parameter; `copy` of `copies`: this rank among its replicas, or by own name where
+        that differs; `place`: where a local parameter's elements are in the full one; `writes`: whether this rank's
+        shard or stage is the one that saves a name which others hold too; `model`: whose buffers, if not the engine's.
+        """
+        self._writes, self._model = writes, model or engine.module
+        self._engine, self.names = engine, names
+        sharded = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer))
+        self._copies_of = copies_of or (lambda name: (copy, copies))
+        self._sharded = sharded
+        self._buffer_copy, self._buffer_copies = copy, copies
+        self._place = place
+
+    def fragments(self) -> Iterator[Fragment]:
+        if vars(self._engine.optimizer).get("swap_optimizer"):  # set by ZeRO 3 alone
+            raise CheckpointFailed(
+                "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
+            )
+        for own_name, held in self.held():
+            copy, copies = (0, 1) if self._sharded else self._copies_of(own_name)
+            for fragment in held_fragments([held], self.base.state, copy, copies):
+                yield fragment if self._writes(own_name) else replace(fragment, copy=copies)
+        for name, buffer in persistent_buffers(self._model):
+            yield Fragment(
+                name=name,
+                kind=BUFFER,
+                shape=tuple(buffer.shape),
+                region=element_runs.flat(0, buffer.numel()),
+                tensor=buffer.view(-1),
+                copy=self._buffer_copy if self._writes(name) else self._buffer_copies,
+                copies=self._buffer_copies,
+            )
+
+    def settle(self) -> None:
+        """Nothing is ever under way between two steps."""
+
+    def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
+        for _, item in self.held():
+            wanted = {kind for kind in kinds[item.name] if kind not in NOT_STATES and "@" not in kind}
+            state = self.base.state[item.master] if wanted else {}
+            for kind in wanted - state.keys():
+                state[kind] = torch.zeros_like(item.master, memory_format=torch.preserve_format)
+            if wanted:
+                state["step"] = self._step_value(item.master, steps)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            _refresh_stage3(optimizer)
+        elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+            optimizer.update_lp_params()
+        elif isinstance(optimizer, FP16_UnfusedOptimizer):
+            for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+                for master, weight in zip(masters, weights, strict=True):
+                    weight.data.copy_(master.data)
+
+    def counters(self) -> dict[str, float]:
+        engine = self._engine
+        steps = [int(state["step"]) for state in self.base.state.values() if "step" in state]
+        return {
+            "optimizer_steps": max(steps, default=0),
+            "scheduler_steps": engine.lr_scheduler.last_epoch,
+            "skipped_steps": engine.skipped_steps,
+            **{f"loss_scale.{key}": float(value) for key, value in self._scaler().items()},
+        }
+
+    def set_counters(self, counters: dict[str, float]) -> None:
+        engine, scheduler = self._engine, self._engine.lr_scheduler
+        scheduler.last_epoch = int(counters["scheduler_steps"])
+        for group, base, factor in zip(
+            scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
+        engine.skipped_steps = int(counters["skipped_steps"])
+        for key, value in self._scaler().items():
+            if f"loss_scale.{key}" in counters:
+                setattr(self._scaler_object, key, type(value)(counters[f"loss_scale.{key}"]))
+
+    @property
+    def base(self) -> Any:
+        """The torch optimizer that does the updates."""
+        optimizer = self._engine.optimizer
+        return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+    @property
+    def _scaler_object(self) -> Any:
+        """The fp16 loss scaler; what it is called depends on the wrapper."""
+        attributes = vars(self._engine.optimizer)
+        return attributes.get("loss_scaler") or attributes.get("loss_scale_config")
+
+    def _scaler(self) -> dict[str, Any]:
+        """What the loss scaler counts; only fp16 has one that moves."""
+        counted = vars(self._scaler_object) if self._engine.fp16_enabled() else {}
+        return {key: counted[key] for key in _SCALER_KEYS if isinstance(counted.get(key), int | float)}
+
+    def _step_value(self, master: torch.Tensor, steps: int) -> Any:
+        """Adam of torch counts in a tensor beside the master (its fused kernel needs that), DeepSpeed's own in ints."""
+        if isinstance(self.base, (torch.optim.Adam, torch.optim.AdamW)):
+            return torch.tensor(float(steps), dtype=torch.float32, device=master.device)
+        return steps
+
+    def held(self) -> Iterator[tuple[str, Held]]:
+        """What this rank's optimizer works on, each with its own name."""
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            found = _held_stage3(optimizer)
+        elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+            found = _held_mapped(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+        elif isinstance(optimizer, BF16_Optimizer):
+            found = _held_mapped(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        elif isinstance(optimizer, FP16_UnfusedOptimizer):
+            found = _held_whole(optimizer.fp16_groups, optimizer.fp32_groups)
+        else:
+            groups = [group["params"] for group in optimizer.param_groups]
+            found = _held_whole(groups, groups)
+        for parameter, master, start, low, high in found:
+            name = self.names[parameter]
+            whole, shape, region = self._place(name, low, high)
+            if region:
+                yield name, Held(name=whole, shape=shape, region=region, master=master, start=start)
+
+
+Found = Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]
+"""(model's parameter, optimizer's tensor, start in that, start and stop in the flattened parameter)."""
+
+
+def _held_whole(groups: list[list[torch.Tensor]], masters: list[list[torch.Tensor]]) -> Found:
+    """Without ZeRO: every parameter whole."""
+    for parameters, own in zip(groups, masters, strict=True):
+        for parameter, master in zip(parameters, own, strict=True):
+            yield parameter, master, 0, 0, parameter.numel()
+
+
+def _held_mapped(groups: list[list[Any]], partitions: list[torch.Tensor]) -> Found:
+    """ZeRO 1 and 2: DeepSpeed's map from a parameter to its part of this rank's flat partition."""
+    for parameters, partition in zip(groups, partitions, strict=True):
+        for parameter in parameters:
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                inside, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+                yield parameter, partition, there.start, inside.start, inside.start + inside.numel
+
+
+def _held_stage3(optimizer: Any) -> Found:
+    """ZeRO 3: each parameter is cut into equal parts, the last one padded."""
+    for group in optimizer.fp16_groups:
+        for parameter in group:
+            number, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            low = optimizer._get_param_partition_rank(parameter) * length
+            master = optimizer.fp32_partitioned_groups_flat[number]
+            yield parameter, master, start, min(low, parameter.ds_numel), min(low + length, parameter.ds_numel)
+
+
+def _refresh_stage3(optimizer: Any) -> None:
+    """What the end of DeepSpeed's own step does: masters to the working copy, then the parameters kept whole."""
+    optimizer._partition_all_parameters()
+    for number in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    optimizer.invalidate_secondary_tensor()
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that belong to the model's state."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

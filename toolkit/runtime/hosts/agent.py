@@ -1,0 +1,165 @@
+"""What `toolkit train` starts on each host, through ssh or Ray: it starts and watches the host's workers.
+
+It talks with the controller in lines of JSON: order and pings come in on standard input; greeting, beats, output and
+end go out on standard output. When the controller falls silent or hangs up, the workers end: none is left behind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.clusters.reader import num_accelerators
+from toolkit.errors import RankFailed, ToolkitError
+from toolkit.launching import launchers
+from toolkit.launching.launchers import Command
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision.supervise import run_all
+
+ROOT = str(Path(__file__).resolve().parents[3])
+"""Where this toolkit is: at the same place on every host."""
+AGENT = ("-m", "toolkit.runtime.hosts.agent")
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 15.0
+"""Nothing heard for so long: the other side is lost."""
+PACKAGES = ("torch", "deepspeed", "transformers")
+BACKSTOP_SECONDS = 10.0
+
+
+def main() -> int:
+    """Greet, take the order, run the host's workers; ends with the controller."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray starts processes that do not hear Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    controller = Controller()
+    controller.send(hello=greeting())
+    try:
+        order = controller.order()
+        if order is None:
+            return 0
+        reason = _refusal(order)
+        if reason:
+            controller.send(refused=reason)
+            return 0
+        controller.send(end=_run(order))
+    except KeyboardInterrupt:  # hung up, or silent: `run_all` has ended the workers
+        return RankFailed.exit_code
+    finally:
+        controller.flush()
+    return 0
+
+
+def greeting() -> dict[str, Any]:
+    """What the controller wants to know of this host."""
+    return {
+        "host": socket.gethostname(),
+        "address": launchers.own_address(),
+        "port": launchers.free_port(),
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "accelerators": num_accelerators(),
+    }
+
+
+def fingerprint(run: RunDir) -> str:
+    """Of the order in a run directory: hosts that see the same one see the same directory."""
+    try:
+        return hashlib.sha256(run.plan.read_bytes() + run.recipe.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"{error.strerror}"
+
+
+def _refusal(order: Mapping[str, Any]) -> str:
+    run = RunDir(Path(order["run_dir"]))
+    if fingerprint(run) == order["fingerprint"]:
+        return ""
+    return f"does not see the run directory {run.path}; `output` must be on a filesystem that all hosts share"
+
+
+def _run(order: Mapping[str, Any]) -> dict[str, Any]:
+    """How the workers ended."""
+    os.chdir(order["directory"])
+    own = [Command(argv=tuple(c["argv"]), env={**order["env"], **c["env"]}, rank=c["rank"]) for c in order["commands"]]
+    try:
+        code = run_all(own, RunDir(Path(order["run_dir"])), order["hang_timeout_seconds"], forget=False)
+    except ToolkitError as error:
+        return {"code": error.exit_code, "text": str(error), "kind": type(error).__name__}
+    return {"code": code, "text": "", "kind": ""}
+
+
+class Controller:
+    """The other side of standard input and output."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._heard = time.monotonic()
+        self._orders: list[dict[str, Any]] = []
+        self._ordered = threading.Event()
+        reading, writing = os.pipe()
+        os.dup2(writing, 1)  # what workers print becomes messages
+        os.close(writing)
+        self._relay = threading.Thread(target=self._forward, args=(reading,), daemon=True)
+        for thread in (self._relay, threading.Thread(target=self._listen, daemon=True)):
+            thread.start()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def send(self, **message: Any) -> None:
+        """One line."""
+        try:
+            with self._lock:
+                self._out.write(json.dumps(message) + "\n")
+                self._out.flush()
+        except OSError:
+            self._give_up()
+
+    def order(self) -> dict[str, Any] | None:
+        """What to run; None if the controller hangs up first."""
+        self._ordered.wait()
+        return self._orders[0] if self._orders else None
+
+    def flush(self) -> None:
+        """All output is on its way."""
+        os.close(1)
+        self._relay.join(timeout=BEAT_SECONDS)
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self._heard = time.monotonic()
+            message = json.loads(line)
+            if "order" in message:
+                self._orders.append(message["order"])
+                self._ordered.set()
+            elif "signal" in message:  # `run_all` passes it on to the workers
+                os.kill(os.getpid(), message["signal"])
+        self._give_up()
+
+    def _beat(self) -> None:
+        while time.monotonic() - self._heard < SILENCE_SECONDS:
+            self.send(beat=True)
+            time.sleep(BEAT_SECONDS)
+        self._give_up()
+
+    def _forward(self, reading: int) -> None:
+        while text := os.read(reading, 1 << 16):
+            self.send(out=text.decode("utf-8", "replace"))
+
+    def _give_up(self) -> None:
+        """Without a controller nothing runs. Should the main thread not return, workers notice that this one ends."""
+        self._ordered.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(BACKSTOP_SECONDS)
+        os._exit(RankFailed.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

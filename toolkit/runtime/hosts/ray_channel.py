@@ -1,0 +1,84 @@
+"""The way to a node's agent through Ray: an actor in the node's bundle holds the agent's pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from toolkit.runtime.hosts import ray_actor
+from toolkit.runtime.hosts.agent import AGENT, ROOT
+
+ANSWER_SECONDS = 10.0
+"""For the actor to take a line; the order among them."""
+CALLS = 8
+"""Methods of the actor that may run at a time: two readers, writers, the wait for its end."""
+
+
+class RayChannel:
+    """One actor, which has all devices of its node's bundle: Ray shows them to it, and so to the workers."""
+
+    def __init__(self, group: PlacementGroup, index: int, resource: str, devices: int) -> None:
+        ray.cloudpickle.register_pickle_by_value(sys.modules[ray_actor.__name__])
+        place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, _OPTIONS[resource]: devices}
+        actor: Any = ray.remote(ray_actor.AgentProcess)
+        self._actor = actor.options(max_concurrency=CALLS, scheduling_strategy=place, **options).remote(ROOT, AGENT)
+        self._end = "its agent has ended"
+
+    def address(self, seconds: float) -> str:
+        """Where other nodes reach this one; `RayError` if its actor does not start."""
+        return str(ray.get(self._actor.address.remote(), timeout=seconds))
+
+    def write(self, line: str) -> None:
+        """To the agent. Settings go this way, too: as arguments they are in no log, no file and no command line."""
+        try:
+            ray.get(self._actor.write.remote(line), timeout=ANSWER_SECONDS)
+        except RayError as error:
+            raise OSError(reason(error)) from None
+
+    def output(self) -> Iterator[str]:
+        """What the agent says."""
+        return self._lines("stdout")
+
+    def complaints(self) -> Iterator[str]:
+        """What the agent and the workers say on standard error."""
+        return self._lines("stderr")
+
+    def hang_up(self) -> None:
+        """No more input."""
+        with contextlib.suppress(RayError):
+            ray.get(self._actor.hang_up.remote(), timeout=ANSWER_SECONDS)
+
+    def leave(self, seconds: float) -> None:
+        """Wait for the agent to end, then end its actor."""
+        with contextlib.suppress(RayError):
+            ray.get(self._actor.wait.remote(), timeout=seconds)
+        ray.kill(self._actor)
+
+    def end(self) -> str:
+        """Why nothing more comes."""
+        return self._end
+
+    def _lines(self, stream: str) -> Iterator[str]:
+        try:
+            while line := ray.get(self._actor.read.remote(stream)):
+                yield line
+        except RayError as error:
+            self._end = reason(error)
+
+
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
+
+
+def reason(error: BaseException) -> str:
+    """The sentence that says it: Ray puts identifiers before it, and guesses behind it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("The actor")] or lines or [type(error).__name__]
+    return told[-1].partition(". ")[0].rstrip(".")

@@ -1,0 +1,144 @@
+"""A Ray cluster as hosts: reached or started, devices reserved by a placement group, an agent on each node."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from toolkit.clusters.cluster import Cluster
+from toolkit.clusters.ray_nodes import RayNode, describe, needed, resource_of, shortage
+from toolkit.errors import BadInput
+from toolkit.launching.hostfile import Host
+from toolkit.runtime.hosts.agent_link import HostLink
+from toolkit.runtime.hosts.fleet import Fleet
+from toolkit.runtime.hosts.ray_channel import RayChannel, reason
+
+CONNECT_SECONDS = 30.0
+"""For a cluster to take this process in. Ray itself would try for minutes."""
+PLACE_SECONDS = 60.0
+"""For devices to become free."""
+ACTOR_SECONDS = 60.0
+"""For Ray to start a process on a node."""
+STORE_BYTES = 80 * 2**20
+"""Object store of a cluster of our own: nothing but short lines goes through it."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+
+
+def connect(address: str) -> None:
+    """Join the cluster at `address`; `BadInput` if it does not answer. A second call changes nothing."""
+    if ray.is_initialized():
+        return
+    _knock(address)
+    failures: list[Exception] = []
+
+    def join() -> None:
+        try:
+            ray.init(address=address, **QUIET)
+        except Exception as error:
+            failures.append(error)
+
+    joining = threading.Thread(target=join, daemon=True)  # it can't be interrupted, but be left
+    joining.start()
+    joining.join(CONNECT_SECONDS)
+    if joining.is_alive():
+        raise _unreachable(
+            address, f"what answers there is no Ray cluster, or did not say so in {CONNECT_SECONDS:.0f} s"
+        )
+    if failures:
+        raise _unreachable(address, str(failures[0]).strip().splitlines()[0])
+
+
+def start(resource: str, devices: int) -> None:
+    """A cluster of this host alone, with as many devices; it ends with this process."""
+    if not ray.is_initialized():
+        gpus = devices if resource == "GPU" else 0
+        count = {"num_cpus": max(1, 0 if gpus else devices), "num_gpus": gpus}
+        ray.init(address="local", include_dashboard=False, object_store_memory=STORE_BYTES, **count, **QUIET)
+
+
+def nodes() -> list[RayNode]:
+    """The nodes that live."""
+    found = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return [
+        RayNode(
+            name=address,
+            cpus=int(resources.get("CPU", 0)),
+            gpus=int(resources.get("GPU", 0)),
+            kind=next((key.partition(":")[2] for key in resources if key.startswith("accelerator_type:")), ""),
+        )
+        for address, resources in sorted(found, key=lambda one: one[0])
+    ]
+
+
+@contextmanager
+def ray_fleet(cluster: Cluster, address: str) -> Iterator[Fleet]:
+    """An agent on each of as many nodes as the plan has; leaving it gives everything back.
+
+    One bundle a node, on different nodes (STRICT_SPREAD), each with all devices of the node that the plan uses: plans
+    are made for equal nodes, and ranks of one node must see one another's devices.
+    """
+    resource, count, each = resource_of(cluster.device.backend), cluster.nodes, cluster.devices_per_node
+    if address:
+        connect(address)
+    else:
+        start(resource, each)
+    try:
+        lacking = shortage(nodes(), resource, count, each)
+        if lacking:
+            raise BadInput("--launcher", f"{lacking}; start more nodes, or use fewer processes")
+        group = _reserve(resource, count, each)
+        try:
+            with Fleet(_links(group, resource, count, each), "--launcher") as fleet:
+                yield fleet
+        finally:
+            remove_placement_group(group)
+    finally:
+        ray.shutdown()
+
+
+def _reserve(resource: str, count: int, each: int) -> PlacementGroup:
+    group = placement_group([{resource: each}] * count, strategy="STRICT_SPREAD")
+    if not group.wait(timeout_seconds=PLACE_SECONDS):
+        remove_placement_group(group)
+        free = int(ray.available_resources().get(resource, 0))
+        what = f"{needed(resource, count, each)} needed; {describe(nodes(), resource)}, of which {free} are free"
+        raise BadInput("--launcher", f"{what} after {PLACE_SECONDS:.0f} s; wait for other jobs, or use fewer processes")
+    return group
+
+
+def _links(group: PlacementGroup, resource: str, count: int, each: int) -> list[HostLink]:
+    channels = [RayChannel(group, index, resource, each) for index in range(count)]
+    try:
+        addresses = [channel.address(ACTOR_SECONDS) for channel in channels]
+    except RayError as error:
+        raise BadInput("--launcher", f"Ray can't start a process on its nodes: {reason(error)}") from None
+    slots = tuple(range(each))
+    return [
+        HostLink(Host(name=address, slots=slots), channel, address=address)
+        for address, channel in zip(addresses, channels, strict=True)
+    ]
+
+
+def _knock(address: str) -> None:
+    """Ray tries for minutes where nobody is: see who is there first."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        if address == "auto":
+            return
+        raise BadInput("RAY_ADDRESS", f"{address!r} given; HOST:PORT or `auto` (the cluster of this host) is required")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, str(error)) from None
+
+
+def _unreachable(address: str, why: str) -> BadInput:
+    what = f"no Ray cluster at {address!r}: {why}; start one (`ray start --head`), or leave it unset"
+    return BadInput("RAY_ADDRESS", f"{what} to start one on this host")

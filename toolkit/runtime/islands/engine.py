@@ -1,0 +1,80 @@
+"""Islands that train by themselves and exchange weights every so many steps.
+
+Each island is an ordinary engine with its own ZeRO group. Ranks with the same place in their islands hold the same
+fragments of the fp32 masters, so the exchange is one reduction between them, sharded as the island is; what islands
+share is never gathered on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import deepspeed.comm as dist
+import torch
+
+from toolkit.recipe.batch_sections import Outer
+from toolkit.runtime.checkpoint.fragments import Stateful
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.distributed.mesh import Mesh
+from toolkit.runtime.distributed.process_group import device
+from toolkit.runtime.engine.replica import ReplicaEngine, StepResult, Sums
+from toolkit.runtime.islands.checkpoint_state import IslandState
+from toolkit.runtime.islands.outer_step import Exchange
+from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+
+
+class IslandEngine:
+    """One rank of an island."""
+
+    def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, last_step: int) -> None:
+        self._inner, self._mesh, self._last_step = inner, mesh, last_step
+        self._clock: Clock = NoClock()
+        self._delay_steps = outer.delay_steps
+        self._exchange = Exchange(inner.state, mesh, outer)
+        self._state = IslandState(inner.state, mesh, self._exchange)
+
+    @property
+    def replica(self) -> int:
+        return self._mesh.island * self._mesh.plan.dp + self._mesh.data
+
+    @property
+    def state(self) -> Stateful:
+        return self._state
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The model inside the engine."""
+        return self._inner.module
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        result = self._inner.step(batch)
+        done = int(self._state.counters()["scheduler_steps"])
+        if done % self._mesh.plan.local_steps and done != self._last_step:
+            if done % self._mesh.plan.local_steps == self._delay_steps:
+                with part(self._clock, "grad_sync"):
+                    self._exchange.catch_up()
+            return replace(result, tokens=result.tokens * self._mesh.plan.islands)
+        with part(self._clock, "grad_sync"):
+            self._exchange.run()
+            if done == self._last_step:
+                self._exchange.settle()
+            return self._together(result)
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        found = self._inner.evaluate(batch)
+        values = torch.tensor([found.loss, found.counted, found.correct or 0], dtype=torch.float64, device=device())
+        dist.all_reduce(values, group=self._mesh.island_group)
+        correct = None if found.correct is None else int(values[2])
+        return Sums(float(values[0]), int(values[1]), correct)
+
+    def watch(self, clock: Clock) -> None:
+        self._clock = clock
+        self._inner.watch(clock)
+
+    def _together(self, result: StepResult) -> StepResult:
+        """At an exchange, loss and tokens are those of all islands; between two, of the own island."""
+        sums = torch.tensor([float(result.loss) * result.tokens, result.tokens], dtype=torch.float64, device=device())
+        dist.all_reduce(sums, group=self._mesh.island_group)
+        tokens = int(sums[1])
+        return replace(result, loss=(sums[0] / max(tokens, 1)).to(result.loss.dtype), tokens=tokens)

@@ -1,0 +1,65 @@
+"""A rank's fp32 masters as one flat tensor, and its part of them in an island."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import deepspeed.comm as dist
+import torch
+
+from toolkit.checkpoints import element_runs
+from toolkit.runtime.checkpoint.fragments import WEIGHT, Fragment, Stateful
+from toolkit.runtime.distributed.mesh import Mesh
+from toolkit.runtime.distributed.process_group import device
+
+
+class Masters:
+    """What an island exchanges: under ZeRO a rank's own fragments, else its equal part of what all ranks hold."""
+
+    def __init__(self, state: Stateful, mesh: Mesh) -> None:
+        self._state, self._mesh = state, mesh
+        self._shares = mesh.plan.zero_stage == 0 and mesh.plan.dp > 1
+
+    def part(self) -> torch.Tensor:
+        """A copy of this rank's part, end to end, in host memory."""
+        whole = flat([fragment.tensor for fragment in self._weights()]).cpu()
+        if not self._shares:
+            return whole
+        width = -(-whole.numel() // self._mesh.plan.dp)
+        padded = torch.nn.functional.pad(whole, (0, width * self._mesh.plan.dp - whole.numel()))
+        return padded[self._mesh.data * width : (self._mesh.data + 1) * width].clone()
+
+    def write(self, part: torch.Tensor) -> None:
+        """Make these the masters; the ranks of an island bring their parts together. Collective over the island."""
+        found = part
+        if self._shares:
+            found = torch.empty(part.numel() * self._mesh.plan.dp, device=device())
+            dist.all_gather_into_tensor(found, part.to(device()), group=self._mesh.data_group)
+        begin = 0
+        for fragment in self._weights():
+            size = fragment.tensor.numel()
+            fragment.tensor.copy_(found[begin : begin + size].view_as(fragment.tensor))
+            begin += size
+        self._state.refresh()
+
+    def fragments(self, kind: str, state: torch.Tensor) -> Iterator[Fragment]:
+        """A tensor that is laid out as `part`, as fragments of the parameters: views of it."""
+        weights = self._weights()
+        low = self._mesh.data * len(state) if self._shares else 0
+        begin = 0
+        for fragment in weights:
+            size = fragment.tensor.numel()
+            start, stop = max(low - begin, 0), min(low + len(state) - begin, size)
+            if start < stop:
+                tensor = state[begin + start - low : begin + stop - low]
+                region = element_runs.take(fragment.region, start, stop)
+                yield Fragment(name=fragment.name, kind=kind, shape=fragment.shape, region=region, tensor=tensor)
+            begin += size
+
+    def _weights(self) -> list[Fragment]:
+        return [fragment for fragment in self._state.fragments() if fragment.kind == WEIGHT]
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all of them, end to end."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]) if tensors else torch.zeros(0, device=device())

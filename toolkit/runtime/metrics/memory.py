@@ -1,0 +1,113 @@
+"""Peak memory of a step: what the accelerator counts, or on a CPU the bytes of live tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch.profiler import ProfilerActivity, profile
+
+from toolkit.runtime.metrics import memory_parts
+from toolkit.runtime.metrics.memory_parts import Standing
+from toolkit.runtime.metrics.step_clock import Clock, NoClock
+
+SAMPLED_STEP = 2
+"""On a CPU one step is watched: the first two differ, because optimizer states are made in the first."""
+
+
+class MemoryMeter:
+    """Largest number of bytes that tensors of this process held at one time, and what they were for."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.peak_bytes = 0
+        self._clock = clock or NoClock()
+        """Says when a backward pass is over: an optimizer begins then."""
+        self._standing: Standing | None = None
+        self._after_backward = 0
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of the peak by part; empty where no clock runs, or no step was looked at."""
+        if self._standing is None or not self._after_backward:
+            return {}
+        return memory_parts.parts(self._standing, self._after_backward, self.peak_bytes)
+
+    def now_bytes(self) -> int:
+        """Bytes that tensors hold on the accelerator now; on a CPU, what the process holds of the host's memory."""
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cpu":
+            return int(psutil.Process().memory_info().rss)
+        return int(accelerator.memory_allocated())
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Watch a step, counted from 1."""
+        accelerator = get_accelerator()
+        sampled = number == SAMPLED_STEP
+        with self._moments() if sampled else contextlib.nullcontext():
+            if accelerator.device_name() != "cpu":
+                yield
+                self.peak_bytes = int(accelerator.max_memory_allocated())
+            elif sampled:
+                before = live_tensor_bytes()
+                with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+                    yield
+                self.peak_bytes = before + _largest_growth(watch)
+            else:
+                yield
+                self.peak_bytes = self.peak_bytes or live_tensor_bytes()
+
+    @contextlib.contextmanager
+    def _moments(self) -> Iterator[None]:
+        """Count what is held before a step, and when its last backward pass is over."""
+        self._standing = memory_parts.standing(_held_bytes(), get_accelerator().device_name())
+        self._clock.watcher = self._look
+        try:
+            yield
+        finally:
+            self._clock.watcher = None
+
+    def _look(self, part: str) -> None:
+        if part == "optimizer":
+            self._after_backward = _held_bytes()
+
+
+def _held_bytes() -> int:
+    """Bytes of tensors now."""
+    accelerator = get_accelerator()
+    return live_tensor_bytes() if accelerator.device_name() == "cpu" else int(accelerator.memory_allocated())
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of all storages that live tensors have; each storage is counted once."""
+    storages: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at some objects' class warns of deprecations
+        for item in gc.get_objects():
+            if isinstance(item, torch.Tensor):
+                _add(storages, item)
+                if item.is_leaf and item.grad is not None:
+                    _add(storages, item.grad)
+    return sum(storages.values())
+
+
+def _add(storages: dict[int, int], tensor: torch.Tensor) -> None:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and meta tensors have no storage
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+
+
+def _largest_growth(watch: profile) -> int:
+    """Highest sum of allocations minus frees since the watch began."""
+    results: Any = watch.profiler.kineto_results  # type: ignore[union-attr]
+    total, peak = 0, 0
+    for event in results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return peak

@@ -1,0 +1,62 @@
+"""Tiny models of a type: the same code paths in milliseconds, for proofs and coverage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, tiny_sizes
+
+__all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "tiny_config", "tiny_of_type"]
+
+
+def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
+    """A config of the same type with the same flags and small sizes, as `model.config` of a recipe has it."""
+    sizes = tiny_sizes(heads) | ({} if _has(base, "vocab_size") else IMAGES)
+    flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
+    values = {key: value for key, value in sizes.items() if _has(base, key)}
+    kinds = base.to_dict().get("layer_types")
+    if kinds:
+        values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _round(kinds), strict=False)]
+    if _has(base, "index_topk"):  # sparse latent attention has no groups of heads
+        values["num_key_value_heads"] = heads
+    if _has(base, "attention_types"):  # GPT-Neo: kinds of layers, and how often they repeat
+        values["attention_types"] = [[base.attention_types[0][0], LAYERS // len(base.attention_types[0][0])]]
+    return {**flags, **values, **_noise(base, dropout), "model_type": base.model_type}
+
+
+def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
+    """The tiny config of a type's defaults."""
+    return tiny_config(CONFIG_MAPPING[model_type](), heads, dropout)
+
+
+def _noise(base: PretrainedConfig, dropout: float) -> dict[str, float]:
+    """Everything that draws random numbers in a forward pass: dropout as wanted, the rest off."""
+    rates = {key: value for key, value in base.to_dict().items() if isinstance(value, float)}
+    off = {key: 0.0 for key in rates if "jitter" in key or "layerdrop" in key}
+    return off | {key: dropout for key in rates if key not in off and ("dropout" in key or "pdrop" in key)}
+
+
+def _has(base: PretrainedConfig, key: str) -> bool:
+    if key == "q_lora_rank" and getattr(base, key, 0) is None:
+        return False  # a plain projection: another code path, which must stay
+    if key == "head_dim" and hasattr(base, "qk_rope_head_dim"):
+        return False  # latent attention: it follows from the parts of a head
+    derived = getattr(type(base), key, None)
+    return hasattr(base, key) and not (isinstance(derived, property) and derived.fset is None)
+
+
+def _is_flag(key: str, value: Any, base: PretrainedConfig) -> bool:
+    """Whether a value is a switch that the twin must share: neither a size nor a list with an entry a layer."""
+    if key in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "layer_types"):
+        return False
+    return isinstance(value, bool | str)
+
+
+def _round(kinds: Iterable[str]) -> Iterable[str]:
+    different = list(dict.fromkeys(kinds))
+    while True:
+        yield from different

@@ -1,0 +1,231 @@
+"""DeepSpeed's pipeline around one stage a rank, behind the same call as every other engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as dist
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe import schedule as instructions
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from toolkit.recipe.lr_schedule import Schedule
+from toolkit.recipe.sections import Train
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.distributed.mesh import Mesh
+from toolkit.runtime.distributed.process_group import device
+from toolkit.runtime.engine import gradient_reduction
+from toolkit.runtime.engine.deepspeed_fixups import begin, undo_first_step
+from toolkit.runtime.engine.gradient_norm import NoNumbers, NormMeter
+from toolkit.runtime.engine.loss_scale import Scaling
+from toolkit.runtime.engine.optimizers import own_optimizer
+from toolkit.runtime.engine.replica import StepResult, Sums, counted_tokens, placed
+from toolkit.runtime.engine.training_state import DeepSpeedState
+from toolkit.runtime.metrics.step_clock import Clock, part
+from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.pipeline.stage import Stage
+
+
+class PipelineRun:
+    """One rank of a pipeline."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: Mesh,
+        train: Train,
+        config: dict[str, Any],
+        schedule: Schedule,
+        after_backward: Callable[[], None] | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._after_backward = after_backward
+        self._stage = stage
+        self._shape: torch.Size | None = None
+        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
+        module = StagedModule(stage, mesh)
+        optimizer, config = own_optimizer(train, config)
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=[p for p in module.parameters() if p.requires_grad],
+            config=config,
+            optimizer=optimizer,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+        )
+        undo_first_step(self._engine.optimizer)
+        begin(self._engine, self.state, mesh)
+        gradient_reduction.install(self._engine, train.reduce, mesh)
+        self._norm = NormMeter(self._engine, mesh)
+        self._scaling = Scaling(self._engine, mesh.plan)
+        stage.prepared = self._scaling.prepared
+
+    @property
+    def replica(self) -> int:
+        return self._mesh.data
+
+    @property
+    def state(self) -> DeepSpeedState:
+        named = self._stage.parameters_by_name
+        return DeepSpeedState(
+            self._engine,
+            names={p: name for name, p in named.items()},
+            copy=self._mesh.data,
+            copies=self._mesh.plan.dp,
+            place=placed(named),
+            writes=self._writes,
+            model=self._stage.model,
+        )
+
+    def _writes(self, name: str) -> bool:
+        """The first stage that holds a name saves it, and of its tensor ranks the first, or all if they hold slices."""
+        split, named = self._stage.split, self._stage.parameters_by_name
+        if name not in named:  # a buffer: layers are on one stage each, the rest is everywhere
+            return self._mesh.tensor == 0 and (name.startswith(f"{split.layers}.") or self._mesh.pipe == 0)
+        sliced = layout_of(named[name]) is not None
+        return self._mesh.pipe == min(split.owners[name]) and (sliced or self._mesh.tensor == 0)
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """This stage's part of the model, under the whole model's names."""
+        model: torch.nn.Module = self._stage.model
+        return model
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        plan = self._mesh.plan
+        tokens = counted_tokens(batch, self._mesh)
+        self._follow_shape(batch[0])
+        # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
+        self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
+        lr = float(self._engine.get_lr()[0])
+        self._scaling.begin()
+        try:
+            loss = self._engine.train_batch(_nothing())
+        except NoNumbers:  # on every rank alike, before the update
+            loss = torch.full((), float("nan"), device=device())
+        if self._after_backward is not None:
+            self._after_backward()
+            self._after_backward = None
+        scale, skipped = self._scaling.last()
+        return StepResult(
+            loss=loss.squeeze() / self._scale,
+            tokens=tokens,
+            grad_norm=self._scaling.unscaled(self._norm.last()),
+            lr=lr,
+            skipped=skipped,
+            loss_scale=scale,
+            own_faults=self._stage.faults.count,
+        )
+
+    def watch(self, clock: Clock) -> None:
+        """Each instruction of DeepSpeed's schedule is a part of the step."""
+        known = type(self._engine)._INSTRUCTION_MAP
+        self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+        counted = counted_tokens(batch, self._mesh)
+        self._follow_shape(batch[0])
+        self._stage.feed(batch, 1.0)
+        mean = self._engine.eval_batch(_nothing(), num_micro_batches=len(batch))  # over micro-batches and replicas
+        self._engine.module.train()
+        # Tensor ranks of the last stage have found the same; the other stages have found nothing.
+        correct = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._stage.correct)) // self._mesh.plan.tp
+        return Sums(float(mean) * len(batch) * self._mesh.plan.dp, counted, int(correct))
+
+    def _follow_shape(self, micro: MicroBatch) -> None:
+        """DeepSpeed keeps the buffers of the first batch: batches of another length need new ones."""
+        if self._shape not in (None, micro.shape):
+            self._engine.reset_activation_shape()
+        self._shape = micro.shape
+
+
+_PARTS = {
+    instructions.LoadMicroBatch: "data",
+    instructions.ForwardPass: "forward",
+    instructions.BackwardPass: "backward",
+    instructions.SendActivation: "pp_comm",
+    instructions.RecvActivation: "pp_comm",
+    instructions.SendGrad: "pp_comm",
+    instructions.RecvGrad: "pp_comm",
+    instructions.ReduceGrads: "grad_sync",
+    instructions.ReduceTiedGrads: "grad_sync",
+    instructions.OptimizerStep: "optimizer",
+}
+
+
+def _timed(run: Callable[..., Any], name: str, clock: Clock) -> Callable[..., Any]:
+    def instruction(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        with part(clock, name):
+            return run(engine, *args, **kwargs)
+
+    return instruction
+
+
+class StagedModule(PipelineModule):  # type: ignore[misc]
+    """DeepSpeed's container with one layer a rank, the stage; shared parameters are found by us."""
+
+    def __init__(self, stage: Stage, mesh: Mesh) -> None:
+        plan = mesh.plan
+        self._shared: list[tuple[torch.nn.Parameter, Any]] = []
+        topology = PipeModelDataParallelTopology(num_pp=plan.pp, num_mp=plan.tp, num_dp=plan.dp)
+        layers = [_Built(stage) for _ in range(plan.pp)]
+        super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=False)
+
+    def _index_tied_modules(self) -> dict[str, Any]:
+        """Make the groups that sum gradients of shared parameters; mark who counts in DeepSpeed's gradient norm."""
+        stage: Stage = self.forward_funcs[0]
+        for parameter in stage.parameters():
+            # ZeRO 1 counts what is marked on every rank of the replica, and the rest on the first rank of it only.
+            counts = layout_of(parameter) is not None or self._grid.get_slice_parallel_rank() == 0
+            parameter.model_parallel = counts  # type: ignore[attr-defined]
+        groups: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
+        for name, stages in stage.split.shared:
+            if stages not in groups:
+                groups[stages] = self._group(stages)
+            group, ranks = groups[stages]
+            if self.global_rank in ranks:
+                parameter = stage.parameters_by_name[name]
+                self._shared.append((parameter, group))
+                parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
+        return {}
+
+    def _group(self, stages: tuple[int, ...]) -> tuple[Any, list[int]]:
+        """The ranks of these stages with this rank's replica and shard; every rank makes every group."""
+        own: tuple[Any, list[int]] = (None, [])
+        for data in range(self._grid.data_parallel_size):
+            for model in range(self._grid.get_slice_parallel_world_size()):
+                ranks = [self._grid.stage_to_global(stage_id=stage, data=data, model=model) for stage in stages]
+                group = dist.new_group(ranks=ranks)
+                if self.global_rank in ranks:
+                    own = (group, ranks)
+        return own
+
+    def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """What DeepSpeed sums after the backward passes.
+
+        A gradient that is missing here but not on the other stage would leave that one waiting: zeros stand for it.
+        """
+        for parameter, _ in self._shared:
+            if parameter.grad is None and getattr(parameter, "_hp_grad", None) is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return self._shared
+
+
+class _Built(LayerSpec):  # type: ignore[misc]
+    """A layer spec whose module exists already: DeepSpeed builds the specs of its own stage only."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(Stage)
+        self._stage = stage
+
+    def build(self, log: bool = False) -> Stage:
+        return self._stage
+
+
+def _nothing() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For DeepSpeed, which asks the first and the last stage for data: stages hold their own."""
+    empty = torch.zeros(1, dtype=torch.long)
+    while True:
+        yield empty, empty

@@ -1,0 +1,277 @@
+"""How a model splits into stages, found by one small forward pass: no code for any architecture.
+
+Every layer is replaced by a stand-in that returns fresh leaves of the autograd graph. What the graph reaches from a
+layer's arguments then says which arguments carry values over a border and which parameters outside the layers each
+stage needs. Weights are hollow (one element each), so this costs no memory, and every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
+
+from toolkit.errors import NoPlanFits
+from toolkit.runtime.models.parameter_shards import sites
+from toolkit.runtime.models.trial_batches import probe_inputs
+from toolkit.runtime.pipeline.boundaries import Arguments, Cut, StandIn, fill_template, hidden_of, template_of
+
+_LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer")
+
+
+class SplitRefused(NoPlanFits):
+    """The model can't be cut at these borders; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """What every stage owns and what crosses its borders: the same on every rank."""
+
+    layers: str
+    """Name of the list of layers."""
+    bounds: tuple[int, ...]
+    """First layer of each stage, and the number of layers."""
+    template: Any
+    """What a layer returns."""
+    crossing: Mapping[int, tuple[int, ...]]
+    """First layer of a stage → positions, among its flattened arguments, of what comes from the stage before."""
+    owners: Mapping[str, frozenset[int]]
+    """Parameter → stages that hold it; where there are several, gradients are summed."""
+    trained: frozenset[str]
+    """Parameters that have gradients."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.bounds) - 1
+
+    @property
+    def shared(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Trained parameters that live on several stages, in one order for all ranks."""
+        several = [(name, tuple(sorted(stages))) for name, stages in self.owners.items() if len(stages) > 1]
+        return sorted((name, stages) for name, stages in several if name in self.trained)
+
+
+def find_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
+    """The list of decoder layers: as long as the config says, else the one with the most parameters."""
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= 2]
+    outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
+    if not outer:
+        raise SplitRefused("no list of layers was found in the model")
+    count = num_layers(model)
+    return max(outer, key=lambda item: (len(item[1]) == count, sum(p.numel() for p in item[1].parameters())))
+
+
+def num_layers(model: PreTrainedModel) -> int | None:
+    """Layers by the config, whatever it calls them."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        for key in _LAYER_COUNTS:
+            if isinstance(value := getattr(config, key, None), int):
+                return value
+    return None
+
+
+def hollow(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Zeros of a parameter's shape in one element of storage."""
+    kind = dtype if parameter.is_floating_point() else parameter.dtype
+    return torch.zeros((), dtype=kind, device=device).expand(parameter.shape)
+
+
+def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> Split:
+    """How a skeleton splits at these bounds; it is used up. `SplitRefused` where there is no clean border."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+    layers_name, layers = find_layers(model)
+    if bounds[-1] != len(layers):
+        raise SplitRefused(f"bounds end at {bounds[-1]}; the model has {len(layers)} layers")
+    probe = _Probe(bounds, _owners_of_layers(model, layers, names, bounds))
+    leaves = _make_hollow(model, names)
+    probe.outside = {id(leaf): name for leaf, name in leaves.items() if not probe.owners[name]}
+    model.train()
+    with torch.random.fork_rng(devices=[]):
+        probe.template = _layer_output(model, layers)
+        _run_probe(model, layers, probe)
+    probe.place_the_rest(trained)
+    return Split(
+        layers=layers_name,
+        bounds=bounds,
+        template=probe.template,
+        crossing=probe.crossing,
+        owners={name: frozenset(stages) for name, stages in probe.owners.items()},
+        trained=trained,
+    )
+
+
+@dataclass
+class _Probe:
+    """What is found while the stand-ins are called."""
+
+    bounds: tuple[int, ...]
+    owners: dict[str, set[int]]
+    template: Any = None
+    outside: dict[int, str] = field(default_factory=dict)
+    """Leaf → its parameter, for those outside the layers."""
+    crossing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
+    depth: dict[int, int] = field(default_factory=dict)
+    """Leaf that a stand-in made → the layer that comes next."""
+    alive: list[torch.Tensor] = field(default_factory=list)
+    """Leaves and side tensors, kept so that identities stay unique."""
+    sides: set[int] = field(default_factory=set)
+
+    def stage_of(self, layer: int) -> int:
+        """The stage that runs a layer."""
+        return next(s for s in range(len(self.bounds) - 1) if self.bounds[s] <= layer < self.bounds[s + 1])
+
+    def call(self, layer: int, arguments: Arguments) -> Any:
+        """A stand-in's forward: look at the arguments, return fresh leaves."""
+        self.calls.append(layer)
+        hidden = hidden_of(arguments)
+        self.crossing[layer] = self._carried(layer, arguments)
+        fresh = hidden.detach().clone().requires_grad_()
+        self._remember(fresh, layer + 1)
+        return fill_template(self.template, fresh, self._remember_side)
+
+    def finish(self, logits: torch.Tensor) -> None:
+        """What the end of the forward reaches belongs to the last stage."""
+        layers = self.bounds[-1]
+        reached, carried = self._reach(logits, layers)
+        if not carried:
+            raise SplitRefused("the logits do not depend on the layers")
+        self._own(reached, len(self.bounds) - 2)
+
+    def place_the_rest(self, trained: frozenset[str]) -> None:
+        """Constant tables, read without gradients, go everywhere; weights that nobody uses stay on the first stage."""
+        for name, stages in self.owners.items():
+            if not stages:
+                stages.update({0} if name in trained else range(len(self.bounds) - 1))
+
+    def _carried(self, layer: int, arguments: Arguments) -> tuple[int, ...]:
+        """Positions of arguments that hold values of earlier layers; notes who needs which parameter."""
+        positions, cut = [], []
+        for position, leaf in enumerate(tree_flatten(arguments)[0]):
+            if not torch.is_tensor(leaf):
+                continue
+            if id(leaf) in self.sides:
+                positions.append(position)
+            elif leaf.requires_grad:
+                reached, carried = self._reach(leaf, layer)
+                self._own(reached, self.stage_of(max(layer - 1, 0)) if carried else self.stage_of(layer))
+                if carried:
+                    positions.append(position)
+                    cut.append(leaf)
+        for leaf in cut:
+            self._start_anew(leaf, layer)
+        return tuple(positions)
+
+    def _start_anew(self, leaf: torch.Tensor, layer: int) -> None:
+        """Cut an argument off from its past, in place: what goes round the layer then shows as older than it."""
+        if leaf.grad_fn is not None and not leaf._is_view():
+            leaf.detach_().requires_grad_()
+            self._remember(leaf, layer)
+
+    def _reach(self, tensor: torch.Tensor, layer: int) -> tuple[set[int], bool]:
+        """Leaves that a tensor depends on, and whether layers are among them."""
+        reached = _leaves(tensor)
+        depths = [self.depth[leaf] for leaf in reached if leaf in self.depth]
+        for border in self.bounds[1:-1]:
+            if border < layer and any(depth < border for depth in depths):
+                raise SplitRefused(
+                    f"values of layers before layer {border} are used after it without passing through it: "
+                    "no clean border there; move it with strategy.pipeline_bounds, or use another strategy"
+                )
+        return reached, bool(depths)
+
+    def _own(self, reached: set[int], stage: int) -> None:
+        for leaf in reached:
+            if leaf in self.outside:
+                self.owners[self.outside[leaf]].add(stage)
+
+    def _remember(self, leaf: torch.Tensor, depth: int) -> None:
+        self.depth[id(leaf)] = depth
+        self.alive.append(leaf)
+
+    def _remember_side(self, side: torch.Tensor) -> None:
+        self.sides.add(id(side))
+        self.alive.append(side)
+
+
+def _owners_of_layers(
+    model: torch.nn.Module, layers: torch.nn.ModuleList, names: Mapping[int, str], bounds: tuple[int, ...]
+) -> dict[str, set[int]]:
+    owners: dict[str, set[int]] = {name: set() for name, _ in model.named_parameters()}
+    for stage, (start, end) in enumerate(itertools.pairwise(bounds)):
+        for layer in layers[start:end]:
+            for parameter in layer.parameters():
+                owners[names[id(parameter)]].add(stage)
+    return owners
+
+
+def _make_hollow(model: torch.nn.Module, names: Mapping[int, str]) -> dict[torch.nn.Parameter, str]:
+    leaves = {}
+    where = sites(model)
+    for old in list(model.parameters()):
+        leaf = torch.nn.Parameter(hollow(old, old.dtype), requires_grad=old.is_floating_point())
+        for module, key in where[id(old)]:
+            module._parameters[key] = leaf
+        leaves[leaf] = names[id(old)]
+    return leaves
+
+
+def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
+    """The structure of what the first layer returns."""
+    first = layers[0]
+
+    def stop(arguments: Arguments) -> None:
+        raise Cut(arguments)
+
+    layers[0] = StandIn(first, stop)
+    try:
+        model(**probe_inputs(model))
+    except Cut as cut:
+        args, kwargs = cut.arguments
+        # Grouped matrix products of experts refuse hollow weights: this one layer gets real zeros for the call.
+        zeros = {
+            name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in first.named_parameters()
+        }
+        with torch.no_grad():
+            output = torch.func.functional_call(first, zeros, args, dict(kwargs))
+        return template_of(output, hidden_of(cut.arguments))
+    finally:
+        layers[0] = first
+    raise SplitRefused("the model's forward does not call its first layer")
+
+
+def _run_probe(model: PreTrainedModel, layers: torch.nn.ModuleList, probe: _Probe) -> None:
+    for index, layer in enumerate(list(layers)):
+        layers[index] = StandIn(layer, partial(probe.call, index))
+    output = model(**probe_inputs(model))
+    if probe.calls != list(range(len(layers))):
+        raise SplitRefused(f"the layers are not called once each in order, but {probe.calls}")
+    probe.finish(output.logits)
+    for border in probe.bounds[1:-1]:
+        if not probe.crossing[border]:
+            raise SplitRefused(f"nothing that depends on earlier layers reaches layer {border}")
+
+
+def _leaves(tensor: torch.Tensor) -> set[int]:
+    """Identities of the leaves that a tensor's graph reaches."""
+    if tensor.grad_fn is None:
+        return {id(tensor)} if tensor.requires_grad else set()
+    found, seen, todo = set(), set(), [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found.add(id(variable))
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return found

@@ -1,0 +1,166 @@
+"""Which model types train exactly under which strategy: tiny models, real engines, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from toolkit.plans.deepspeed_config import deepspeed_config
+from toolkit.plans.plan import Plan
+from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.sections import Model, Train
+from toolkit.run_dir.trajectory import Trajectory, largest_difference
+from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.distributed.process_group import current_world
+from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models.tiny_config import VOCABULARY, tiny_of_type
+from toolkit.runtime.proofs.split_proof import prove
+from toolkit.runtime.supervision.call_on_ranks import Failure, call_on_ranks, first_failure
+
+STEPS, SEQUENCES, TOKENS = 5, 4, 16
+LOSS_TOLERANCE, NORM_TOLERANCE = 2e-5, 1e-4
+NOISE_FACTOR = 10.0
+"""A difference within so many times of what one process shows for a nudge of one bit is rounding."""
+LARGEST = 20_000_000
+"""Parameters above which a config did not become tiny."""
+TIMEOUT_SECONDS = 240.0
+
+REFERENCE = Plan(strategy="data_parallel", micro_batch=SEQUENCES, precision="fp32")
+CASES: dict[str, Plan] = {
+    "zero-3": Plan(strategy="zero", dp=2, zero_stage=3, zero_group=2, micro_batch=2, precision="fp32"),
+    "tensor_parallel": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32"),
+    "pipeline": Plan(strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, precision="fp32"),
+    "hybrid": Plan(strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"),
+}
+"""Two ranks each, and 2 × 2 × 2 for the hybrid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One type under one strategy."""
+
+    status: str
+    """`ok`, `refused` or `mismatch`; `untrainable` where one process does not train it."""
+    reason: str = ""
+    loss_difference: float | None = None
+    norm_difference: float | None = None
+
+
+def causal_types() -> list[str]:
+    """Every causal-LM type of the installed transformers."""
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def cover(model_type: str, cases: Mapping[str, Plan] = CASES, train: Train | None = None) -> dict[str, Result]:
+    """The type under every case."""
+    settings = train or Train(global_batch=SEQUENCES, steps=STEPS, lr=1e-3, schedule="constant", warmup=0.0)
+    first = call_on_ranks(_look, model_type, dict(cases), settings, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
+    if isinstance(first, Failure):
+        return {name: Result(status="untrainable", reason=first.reason) for name in cases}
+    return {name: _case(model_type, plan, settings, first) for name, plan in cases.items()}
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one process finds out about a type."""
+
+    expected: Trajectory
+    verdicts: dict[Axes, Verdict]
+
+
+def _case(model_type: str, plan: Plan, train: Train, look: Look) -> Result:
+    verdict = look.verdicts.get(Axes.of(plan), Verdict(True))
+    if not verdict.ok:
+        return Result(status="refused", reason=verdict.reason)
+    results = call_on_ranks(run_case, model_type, plan, train, nproc=plan.devices, timeout_seconds=TIMEOUT_SECONDS)
+    failure = first_failure(results)
+    if failure is not None:
+        return Result(status="refused" if failure.refused else "mismatch", reason=failure.reason)
+    return _judged(model_type, train, look.expected, results[0])
+
+
+def _judged(model_type: str, train: Train, expected: Trajectory, found: Trajectory) -> Result:
+    loss = largest_difference(expected.loss, found.loss)
+    norm = largest_difference(expected.grad_norm, found.grad_norm)
+    measured = Result(status="ok", loss_difference=loss, norm_difference=norm)
+    if loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE:
+        return measured
+    nudged = call_on_ranks(_run_nudged, model_type, train, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
+    assert isinstance(nudged, Trajectory), nudged
+    loss_noise = largest_difference(expected.loss, nudged.loss)
+    norm_noise = largest_difference(expected.grad_norm, nudged.grad_norm)
+    loss_limit = max(LOSS_TOLERANCE, NOISE_FACTOR * loss_noise)
+    norm_limit = max(NORM_TOLERANCE, NOISE_FACTOR * norm_noise)
+    if loss <= loss_limit and norm <= norm_limit:
+        noise = (
+            f"a nudge of one bit moves one process's loss by {loss_noise:.0e} and its gradient norm by {norm_noise:.0e}"
+        )
+        return replace(measured, reason=f"within rounding: {noise}")
+    return replace(measured, status="mismatch", reason=f"loss off by {loss:.1e}, gradient norm by {norm:.1e}")
+
+
+def _look(model_type: str, cases: Mapping[str, Plan], train: Train) -> Look:
+    """In one process: the expected trajectory, and the twin's verdict on every split."""
+    section = tiny_model(model_type)
+    size = sum(parameter.numel() for parameter in skeleton(section).parameters())
+    if size > LARGEST:
+        raise ValueError(f"the tiny config has {size:,} parameters")
+    expected = run_case(model_type, REFERENCE, train)
+    splits = {Axes.of(plan) for plan in cases.values() if Axes.of(plan).split}
+    return Look(expected, {axes: prove(section, axes) for axes in splits})
+
+
+def _run_nudged(model_type: str, train: Train) -> Trajectory:
+    return run_case(model_type, REFERENCE, train, nudged=True)
+
+
+def tiny_model(model_type: str, dropout: float = 0.0) -> Model:
+    """A recipe's model section for a tiny model of a type."""
+    return Model(config=tiny_of_type(model_type, dropout=dropout), init="scratch", precision="fp32")
+
+
+def run_case(model_type: str, plan: Plan, train: Train, *, nudged: bool = False) -> Trajectory:
+    """As one rank: a few steps of a tiny model under a plan."""
+    return run_plan(tiny_model(model_type), plan, train, nudged=nudged)
+
+
+def run_plan(section: Model, plan: Plan, train: Train, *, nudged: bool = False) -> Trajectory:
+    """As one rank: a few steps of a model on random tokens."""
+    site = Site(
+        model=section,
+        train=train,
+        plan=plan,
+        deepspeed=deepspeed_config(plan, train, params=LARGEST, backend="cpu"),
+        schedule=make_schedule(train, STEPS),
+    )
+    engine = build_engine(site, current_world())
+    if nudged:
+        assert isinstance(engine, ReplicaEngine)
+        _nudge(engine.module)
+    results = [engine.step(list(share(step, plan, engine.replica))) for step in range(train.steps or STEPS)]
+    return Trajectory(tuple(float(r.loss) for r in results), tuple(r.grad_norm for r in results))
+
+
+def share(step: int, plan: Plan, replica: int) -> Iterator[MicroBatch]:
+    """A replica's micro-batches of a step: two batches take turns."""
+    generator = torch.Generator().manual_seed(step % 2)
+    ids = torch.randint(3, VOCABULARY - 1, (plan.global_batch, TOKENS + 1), generator=generator)
+    own = ids.chunk(plan.dp)[replica]
+    for start in range(0, len(own), plan.micro_batch):
+        rows = own[start : start + plan.micro_batch]
+        yield MicroBatch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def _nudge(model: torch.nn.Module) -> None:
+    """Move every weight by one bit, up or down."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1.0
+            parameter.mul_(1.0 + signs * torch.finfo(torch.float32).eps)

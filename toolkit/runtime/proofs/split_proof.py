@@ -1,0 +1,284 @@
+"""Proof of a split on a small twin of the model: float64, one process, against the whole model.
+
+Tensor ranks are threads and pipeline stages follow one another, so nothing but the split itself is tried:
+a right one agrees with the whole model to rounding, a wrong one names the parameters whose gradients are off.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.plans.pipeline_bounds import even_bounds
+from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.recipe.sections import Model
+from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.engine.replica import summed_loss
+from toolkit.runtime.models.build import build_model, fill, load_config, open_weights, skeleton
+from toolkit.runtime.models.parameter_shards import Layout, layout_of
+from toolkit.runtime.models.tiny_config import tiny_config
+from toolkit.runtime.models.trial_batches import probe_batches
+from toolkit.runtime.pipeline.split import SplitRefused, analyse, find_layers
+from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
+from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, SequenceShare
+from toolkit.runtime.sharding.vocab_parallel_loss import Loss, follows_head
+
+TOLERANCE = 1e-4
+"""Relative error of a parameter's gradient: far above rounding, also where a model casts to fp32 inside."""
+FLOOR = 1e-6
+"""Gradients below this part of the whole norm are rounding themselves."""
+SEED = 0
+
+
+class ThreadGroup(SequenceGroup):
+    """Tensor or sequence ranks that are threads of one process."""
+
+    def __init__(self, index: int, ranks: int, barrier: threading.Barrier, board: list[Any]) -> None:
+        super().__init__(None, index, ranks)
+        self._barrier = barrier
+        self._board = board
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(tensor)).sum(0)
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(tensor)).amax(0)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._board[self.index] = tensor.detach()
+        self._barrier.wait()
+        parts = [part.clone() for part in self._board]
+        self._barrier.wait()
+        return parts
+
+    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part[self.index] for part in self.gather(tensor)])
+
+    def give_up(self) -> None:
+        """End the other threads' waiting."""
+        self._barrier.abort()
+
+
+def thread_groups(ranks: int) -> list[ThreadGroup]:
+    """Groups of as many threads."""
+    barrier, board = threading.Barrier(ranks), [None] * ranks
+    return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
+
+
+def twin_of(section: Model, axes: Axes) -> Model:
+    """A small model of the same type and switches, with heads for all ranks."""
+    heads = max(4, 2 * axes.tp, axes.sp)
+    config = tiny_config(load_config(section), heads)
+    return Model(
+        config=config,
+        init="scratch",
+        precision="fp32",
+        attention=section.attention,
+        task=section.task,
+        num_labels=section.num_labels,
+    )
+
+
+def prove(section: Model, axes: Axes) -> Verdict:
+    """The verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
+    twin = twin_of(section, axes)
+    try:
+        kind, expected = _first_that_trains(twin)
+    except Exception as error:
+        name = (twin.config or {})["model_type"]
+        return Verdict(False, f"a small twin of {name} does not train in one process: {_line(error)}")
+    try:
+        return _compare(twin, axes, kind, expected)
+    except (SplitRefused, SequenceRefused) as error:
+        return Verdict(False, _line(error))
+    except Exception as error:
+        return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {_line(error)}")
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the whole model gives, batch by batch."""
+
+    batches: list[MicroBatch]
+    losses: list[float]
+    gradients: list[Gradients]
+
+
+def _first_that_trains(twin: Model) -> tuple[torch.dtype, _Expected]:
+    """In float64; in float32 where a model has constants that float64 can't hold together (xglm)."""
+    try:
+        return torch.float64, _whole(twin, torch.float64)
+    except Exception:
+        return torch.float32, _whole(twin, torch.float32)
+
+
+def _whole(twin: Model, kind: torch.dtype) -> _Expected:
+    used, losses, gradients = [], [], []
+    for batch in probe_batches(twin.task, load_config(twin)):
+        micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
+        model = _exact(build_model(twin, SEED), kind)
+        try:
+            loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+        except Exception:
+            if micro.attention_mask is None:
+                raise
+            continue  # this type takes no mask: then it is not trained on padded data
+        used.append(micro)
+        losses.append(float(loss.detach()))
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    return _Expected(used, losses, gradients)
+
+
+def _compare(twin: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
+    for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
+        groups = thread_groups(axes.tp * axes.sp)
+        parts = [_part(twin, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
+        shares = [
+            _share(part.pieces[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)
+        ]
+        with ThreadPoolExecutor(len(groups)) as pool:
+            runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
+            losses = [run.result() for run in runs]
+        found = sum(losses) if axes.sp > 1 else losses[0]
+        padded = " on padded data" if micro.attention_mask is not None else ""
+        if abs(found - loss) > TOLERANCE * abs(loss):
+            return Verdict(False, f"the loss{padded} is {found:.6f} on a small twin; the whole model's is {loss:.6f}")
+        ranks = [part.pieces for part in parts]
+        together = [[piece for rank in ranks for piece in rank]] if axes.sp > 1 else ranks
+        wrong = sorted({name for pieces in together for name in _wrong(pieces, gradients)})
+        if wrong:
+            names = ", ".join(wrong[:3])
+            return Verdict(
+                False, f"on a small twin, gradients{padded} of {len(wrong)} parameters are off, first {names}"
+            )
+    return Verdict(True)
+
+
+def _share(model: PreTrainedModel, group: ThreadGroup) -> SequenceShare:
+    share = SequenceShare(group)
+    share.install(model)
+    return share
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One tensor rank's part of the model."""
+
+    pieces: list[Any]
+    """Its stages, or the model itself."""
+    loss: Loss = summed_loss
+
+
+def _part(twin: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
+    weights, sliced = open_weights(twin, SEED), group is not None and follows_head(twin)
+    if pp == 1:
+        model = skeleton(twin)
+        loss = shard(model, group, sliced_logits=sliced) if group else summed_loss
+        fill(model, weights)
+        return _Part([_finished(model, group, kind)], loss)
+    bounds = even_bounds(len(find_layers(skeleton(twin))[1]), pp)
+    split = analyse(skeleton(twin), bounds)
+    stages = []
+    for index in range(pp):
+        model = skeleton(twin)
+        owned = _owned_by(split.owners, index)
+        loss = shard(model, group, owned, sliced_logits=sliced) if group else summed_loss
+        stage = Stage(model, split, index, kind, loss)
+        stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
+        _finished(model, group, kind)
+        stages.append(stage)
+    return _Part(stages)
+
+
+def _owned_by(owners: Any, stage: int) -> Callable[[str], bool]:
+    return lambda name: stage in owners[name]
+
+
+def _finished(model: PreTrainedModel, group: TensorGroup | None, kind: torch.dtype) -> PreTrainedModel:
+    _exact(model, kind)
+    if group:
+        sum_partial_gradients(model, group)
+    return model
+
+
+def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
+    """In the twin's precision, with experts computed one by one: grouped products have no float64."""
+    for config in (model.config, model.config.get_text_config()):
+        config._experts_implementation = "eager"
+    return model.to(kind).train()
+
+
+def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
+    try:
+        micro = share.take(micro) if share else micro
+        if not isinstance(part.pieces[0], Stage):
+            loss = part.loss(part.pieces[0](**micro.inputs()).logits.double(), micro.labels)
+        else:
+            value: Any = None
+            for stage in part.pieces:
+                stage.feed([micro], 1.0)
+                value = stage(value)
+            loss = value
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+    except BaseException:
+        group.give_up()
+        raise
+
+
+def _wrong(parts: Sequence[Any], expected: Gradients) -> list[str]:
+    """Parameters of one tensor rank whose gradients are not the whole model's."""
+    found: dict[str, torch.Tensor] = {}
+    layouts: dict[str, Layout | None] = {}
+    for part in parts:
+        named = part.parameters_by_name if isinstance(part, Stage) else dict(part.named_parameters())
+        for name, parameter in named.items():
+            layouts[name] = layout_of(parameter)
+            if parameter.grad is not None:
+                found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    return [name for name, g in expected.items() if name in layouts and _off(g, layouts[name], found.get(name), norm)]
+
+
+def _off(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None, norm: float) -> bool:
+    piece = layout.take(whole) if layout else whole
+    difference = float((piece - found).norm()) if found is not None else float(piece.norm())
+    return not difference <= TOLERANCE * float(piece.norm()) + FLOOR * norm
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def main() -> int:
+    """A process of its own: the question on standard input, the verdict on the last line of standard output."""
+    question = json.load(sys.stdin)
+    section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
+    if axes.tensor_by == "autotp":
+        from toolkit.runtime.proofs.autotp_trial import (
+            try_autotp,  # it stands on the coverage of types, and that on proofs
+        )
+
+        verdict = try_autotp(twin_of(section, axes), axes.tp)
+    else:
+        verdict = prove(section, axes)
+    print(json.dumps(asdict(verdict)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Collectives of tensor parallelism, each with the backward pass that keeps gradients those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from torch.nn.functional import pad
+
+from toolkit.runtime.models.parameter_shards import shares
+
+
+class TensorGroup:
+    """The ranks that hold the shards of one model."""
+
+    def __init__(self, group: Any, index: int, ranks: int) -> None:
+        self.group = group
+        self.index = index
+        self.ranks = ranks
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the sum over ranks."""
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A new tensor: the maximum over ranks."""
+        top = tensor.contiguous().clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        return top
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor; all have one shape."""
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return parts
+
+    def join(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Slices of the last dimension, of even shares, put together."""
+        sizes = shares(size, self.ranks)
+        parts = self.gather(pad(tensor, (0, sizes[0] - tensor.shape[-1])))
+        return torch.cat([part[..., :width] for part, width in zip(parts, sizes, strict=True)], -1)
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of the last dimension."""
+        sizes = shares(tensor.shape[-1], self.ranks)
+        return tensor.narrow(-1, sum(sizes[: self.index]), sizes[self.index]).contiguous()
+
+
+def copy_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """A replicated value enters a sharded region: its gradient is the sum of what the ranks find."""
+    return _CopyIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def sum_out(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Partial results leave a sharded region as their sum."""
+    return _SumOut.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def join_out(tensor: torch.Tensor, size: int, group: TensorGroup) -> torch.Tensor:
+    """Slices of the last dimension leave a sharded region whole."""
+    return _JoinOut.apply(tensor, size, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def cut_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """Of a replicated value, a rank takes its slice of the last dimension."""
+    return _CutIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def whole_weight(piece: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+    """A weight that is stored in slices, whole for replicated computation."""
+    return _WholeWeight.apply(piece, dim, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.sum(gradient), None
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        return group.sum(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _JoinOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, size: int, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.join(tensor, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.group.cut(gradient), None, None
+
+
+class _CutIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group, ctx.size = group, tensor.shape[-1]
+        return group.cut(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.join(gradient, ctx.size), None
+
+
+class _WholeWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, piece: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return torch.cat(group.gather(piece), dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.chunk(ctx.group.ranks, ctx.dim)[ctx.group.index].contiguous(), None, None

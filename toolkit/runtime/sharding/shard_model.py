@@ -1,0 +1,181 @@
+"""A model in tensor shards: styles applied to a skeleton, and the check that no gradient is left partial."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from toolkit.errors import ToolkitError
+from toolkit.runtime.engine.replica import summed_loss
+from toolkit.runtime.models.parameter_shards import is_partial, layout_of
+from toolkit.runtime.sharding import styles
+from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.linear_pairs import DIVIDED
+from toolkit.runtime.sharding.sharding_plan import tensor_styles
+from toolkit.runtime.sharding.vocab_parallel_loss import Loss, VocabularyLoss, head_name
+
+Style = Callable[[Any, styles.Sharder], None]
+
+STYLES: dict[str, Style] = {
+    "colwise": styles.columns,
+    "packed_colwise": lambda module, sharder: styles.columns(module, sharder, packs=2),
+    "packed3_colwise": lambda module, sharder: styles.columns(module, sharder, packs=3),
+    "colwise_gather_output": lambda module, sharder: styles.columns(module, sharder, gather=True),
+    "colwise_rep": lambda module, sharder: styles.columns(module, sharder, gather=True),
+    "rowwise": styles.rows,
+    "rowwise_split_input": lambda module, sharder: styles.rows(module, sharder, split=True),
+    "rowwise_rep": lambda module, sharder: styles.rows(module, sharder, split=True),
+    "embedding_rowwise": styles.vocabulary,
+    "moe_tp_experts": styles.region,
+    "stored": styles.stored,
+    "replicated_with_grad_allreduce": styles.partial,
+}
+"""transformers' names, and two of ours: `packed3_colwise` and `stored`; `_apply` knows two more."""
+
+
+GATHERED_HEADS = ("colwise_gather_output", "colwise_rep")
+
+
+class PartialGradients(ToolkitError):
+    """Tensor ranks found different gradients for parameters that they all hold."""
+
+    exit_code = 4
+
+
+def shard(
+    model: PreTrainedModel,
+    group: TensorGroup,
+    owned: Callable[[str], bool] = lambda name: True,
+    *,
+    sliced_logits: bool = False,
+) -> Loss:
+    """Cut a skeleton into this rank's shards; modules without an owned parameter stay whole. The loss of its logits."""
+    plan, attention = tensor_styles(model, group.ranks)
+    head = head_name(model)
+    sliced_logits = sliced_logits and head is not None and plan.get(head) in GATHERED_HEADS
+    if head is not None and sliced_logits:
+        loss: Loss = VocabularyLoss(group, _outputs(model.get_submodule(head)))
+        plan[head] = "colwise"
+    else:
+        loss = summed_loss
+    modules = dict(model.named_modules())
+    sharder = styles.Sharder(model, group)
+    named = {id(p): name for name, p in model.named_parameters()}
+    chosen = {name: style for name, style in plan.items() if _is_owned(model, modules, name, named, owned)}
+    for name, style in chosen.items():
+        if name not in modules:
+            _cut_bare(modules, name, style, sharder)
+    for name, style in chosen.items():
+        if name in modules and not styles.is_wrapped(modules[name]):
+            _apply(model, modules[name], style, f"{name}." if name else "", chosen, sharder)
+    for name in attention:
+        if any(other.startswith(f"{name}.") for other in chosen):  # what another stage owns stays whole, heads too
+            _divide_heads(modules[name], group.ranks)
+    return loss
+
+
+def sum_partial_gradients(model: torch.nn.Module, group: TensorGroup) -> None:
+    """Whole parameters inside sharded regions get the sum of all ranks' gradients, before they are accumulated."""
+    for parameter in model.parameters():
+        if is_partial(parameter):
+            parameter.register_hook(group.sum)  # type: ignore[no-untyped-call]
+
+
+class ReplicaCheck:
+    """Compares, on the first backward pass, the gradients of whole parameters between tensor ranks."""
+
+    TOLERANCE = 1e-2
+
+    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]], group: TensorGroup) -> None:
+        self._group = group
+        self._sums: dict[str, torch.Tensor] = {}
+        self._whole = [(n, p) for n, p in named if p.requires_grad and layout_of(p) is None]
+        self._hooks: list[RemovableHandle] = [
+            p.register_hook(self._note(name))  # type: ignore[no-untyped-call]
+            for name, p in self._whole
+        ]
+
+    def _note(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            values = gradient.detach().double().flatten()
+            signs = torch.arange(len(values), device=values.device) % 3 - 1.0
+            self._sums[name] = torch.stack([values.sum(), (values * signs).sum(), values.abs().sum()])
+
+        return note
+
+    def finish(self) -> None:
+        """After the first backward pass: stop the run if gradients differ, with the parameters' names."""
+        for hook in self._hooks:
+            hook.remove()
+        if not self._whole:
+            return
+        device = self._whole[0][1].device
+        nothing = torch.zeros(3, dtype=torch.float64, device=device)
+        own = torch.stack([self._sums.get(name, nothing) for name, _ in self._whole])
+        ranks = torch.stack(self._group.gather(own))
+        spread = (ranks - ranks[0]).abs().amax((0, 2))
+        size = ranks[..., 2].amax(0)
+        wrong = [
+            name for (name, _), bad in zip(self._whole, spread > self.TOLERANCE * size + 1e-12, strict=True) if bad
+        ]
+        if wrong:
+            raise PartialGradients(
+                f"{len(wrong)} parameters get different gradients on tensor ranks, first {', '.join(wrong[:4])}; "
+                "the shards of this model are wrong: use another strategy, and please report the model type"
+            )
+
+
+def _is_owned(
+    model: torch.nn.Module,
+    modules: dict[str, torch.nn.Module],
+    name: str,
+    named: dict[int, str],
+    owned: Callable[[str], bool],
+) -> bool:
+    inside = modules[name].parameters() if name in modules else [model.get_parameter(name)]
+    held = [named[id(parameter)] for parameter in inside]
+    return not held or any(owned(parameter) for parameter in held)
+
+
+def _cut_bare(modules: dict[str, torch.nn.Module], name: str, style: str, sharder: styles.Sharder) -> None:
+    """A parameter that is no module's weight: experts in one tensor, attention sinks."""
+    parent, _, key = name.rpartition(".")
+    parameter = modules[parent]._parameters[key]
+    assert parameter is not None
+    columns = style.endswith("colwise")
+    if parameter.ndim == 1 and not columns:
+        return
+    dim = parameter.ndim - (2 if columns and parameter.ndim > 1 else 1)
+    sharder.cut(modules[parent], key, dim, packs=2 if style.startswith("packed") else 1)
+
+
+def _apply(
+    model: PreTrainedModel,
+    module: torch.nn.Module,
+    style: str,
+    prefix: str,
+    chosen: dict[str, str],
+    sharder: styles.Sharder,
+) -> None:
+    if style == "all_reduce":
+        bare = any(f"{prefix}{key}" in chosen for key in module._parameters)
+        (styles.region if bare else styles.summed)(module, sharder)
+    elif style == "mla_kv_a_proj":
+        styles.latent_keys(module, sharder, model.config.get_text_config().qk_rope_head_dim)
+    else:
+        STYLES[style](module, sharder)
+
+
+def _outputs(linear: Any) -> int:
+    return styles.whole_shape(linear.weight)[styles.output_dim(linear)]
+
+
+def _divide_heads(module: torch.nn.Module, ranks: int) -> None:
+    for key in DIVIDED:
+        value = getattr(module, key, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            setattr(module, key, value // ranks)

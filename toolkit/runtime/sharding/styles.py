@@ -1,0 +1,211 @@
+"""How one module computes in shards. Each style replaces parameters by slices and wraps the module's own forward.
+
+Everything is a plain local tensor, so DeepSpeed and ZeRO see ordinary, smaller parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
+
+from toolkit.runtime.models.parameter_shards import Layout, layout_of, mark_partial, mark_shard, shares, sites
+from toolkit.runtime.sharding.collectives import TensorGroup, copy_in, cut_in, join_out, sum_out, whole_weight
+
+Forward = Callable[..., Any]
+
+
+class Sharder:
+    """Cuts parameters of one model; a shared parameter is cut once and stays shared."""
+
+    def __init__(self, model: torch.nn.Module, group: TensorGroup) -> None:
+        self.group = group
+        self._sites = sites(model)
+        self._whole = list(model.parameters())  # kept, so that no identity is given to another
+
+    def cut(self, module: torch.nn.Module, key: str, dim: int, packs: int = 1) -> None:
+        """Replace a parameter, if the module has it and it is not cut yet, by this rank's slice wherever it is held."""
+        whole = module._parameters.get(key)
+        if whole is None or layout_of(whole) is not None:
+            return
+        layout = Layout(
+            dim=dim % whole.ndim,
+            index=self.group.index,
+            ranks=self.group.ranks,
+            shape=tuple(whole.shape),
+            packs=packs,
+        )
+        piece = torch.nn.Parameter(layout.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
+        mark_shard(piece, layout)
+        for holder, name in self._sites[id(whole)]:
+            holder._parameters[name] = piece
+
+
+def wrap(module: torch.nn.Module, forward: Callable[[Forward], Forward]) -> None:
+    """Wrap a module's forward by making its class a subclass: names, hooks and isinstance() stay as they are."""
+    base: Any = type(module)
+
+    def wrapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(base.forward.__get__(self))(*args, **kwargs)
+
+    changed = {"forward": wrapped, "__module__": base.__module__, "in_shards": True}
+    module.__class__ = type(base.__name__, (base,), changed)
+
+
+def is_wrapped(module: torch.nn.Module) -> bool:
+    """Whether a style was applied already (a module may have several names)."""
+    return getattr(type(module), "in_shards", False)
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Of a parameter that may be cut already, because another module shares it."""
+    layout = layout_of(parameter)
+    return layout.shape if layout else tuple(parameter.shape)
+
+
+def output_dim(module: torch.nn.Module) -> int:
+    """The dimension of a linear's weight that makes its output."""
+    return 1 if isinstance(module, Conv1D) else 0
+
+
+def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int = 1) -> None:
+    """Each rank computes its share of the output; `gather` puts the output together again."""
+    group, size = sharder.group, whole_shape(module.weight)[output_dim(module)]
+    sharder.cut(module, "weight", output_dim(module), packs)
+    sharder.cut(module, "bias", 0, packs)
+    if isinstance(module, Conv1D):
+        module.nf = module.weight.shape[1]
+
+    def forward(inner: Forward) -> Forward:
+        def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            y = inner(copy_in(x, group), *args, **kwargs)
+            return join_out(y, size, group) if gather else y
+
+        return run
+
+    wrap(module, forward)
+
+
+def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
+    """Each rank takes its share of the input; partial outputs are summed. `split`: the input arrives whole."""
+    group = sharder.group
+    sharder.cut(module, "weight", 1 - output_dim(module))
+
+    def forward(inner: Forward) -> Forward:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+            y = sum_out(linear(cut_in(x, group) if split else x, weight), group)
+            return y if module.bias is None else y + module.bias  # once, after the sum
+
+        return run
+
+    wrap(module, forward)
+
+
+def vocabulary(module: torch.nn.Embedding, sharder: Sharder) -> None:
+    """Each rank holds a range of tokens; rows of others are zeros until the sum."""
+    group = sharder.group
+    sizes = shares(whole_shape(module.weight)[0], group.ranks)
+    start = sum(sizes[: group.index])
+    end = start + sizes[group.index]
+    sharder.cut(module, "weight", 0)
+    if module.padding_idx is not None:
+        module.padding_idx = module.padding_idx - start if start <= module.padding_idx < end else None
+
+    def forward(inner: Forward) -> Forward:
+        def run(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            foreign = (ids < start) | (ids >= end)
+            found = inner((ids - start).masked_fill(foreign, 0), *args, **kwargs)
+            return sum_out(found.masked_fill(foreign.unsqueeze(-1), 0.0), group)
+
+        return run
+
+    wrap(module, forward)
+
+
+def region(module: torch.nn.Module, sharder: Sharder) -> None:
+    """A module whose parameters are cut: floating-point inputs (hidden states, routing weights) enter, a sum leaves."""
+    group = sharder.group
+
+    def enter(value: Any) -> Any:
+        return copy_in(value, group) if torch.is_tensor(value) and value.is_floating_point() else value
+
+    def forward(inner: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return sum_out(inner(*map(enter, args), **{key: enter(value) for key, value in kwargs.items()}), group)
+
+        return run
+
+    wrap(module, forward)
+
+
+def summed(module: torch.nn.Module, sharder: Sharder) -> None:
+    """A module that returns a partial result because something before it is cut."""
+    group = sharder.group
+    wrap(module, lambda inner: lambda *args, **kwargs: sum_out(inner(*args, **kwargs), group))
+
+
+def latent_keys(module: torch.nn.Module, sharder: Sharder, rope: int) -> None:
+    """Latent attention's down-projection: its rope part goes straight to all heads, which are sharded."""
+    group = sharder.group
+
+    def forward(inner: Forward) -> Forward:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            y = inner(x)
+            latent, shared = y.split([y.shape[-1] - rope, rope], -1)
+            return torch.cat([latent, copy_in(shared, group)], -1)
+
+        return run
+
+    wrap(module, forward)
+
+
+def partial(module: torch.nn.Module, sharder: Sharder) -> None:
+    """Whole parameters inside a sharded region: each rank finds a part of their gradient."""
+    for parameter in module.parameters(recurse=False):
+        mark_partial(parameter)
+
+
+def stored(module: torch.nn.Module, sharder: Sharder) -> None:
+    """Parameters kept in slices and gathered for the module's own forward: saves memory, not compute."""
+    group, dims = sharder.group, {}
+    for key, parameter in list(module._parameters.items()):
+        dim = _divisible_dim(parameter, group.ranks)
+        if dim is not None:
+            sharder.cut(module, key, dim)
+            dims[key] = dim
+
+    def forward(inner: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _Whole(module, dims, group):
+                return inner(*args, **kwargs)
+
+        return run
+
+    wrap(module, forward)
+
+
+class _Whole:
+    """Whole weights in front of a module's slices, for one forward."""
+
+    def __init__(self, module: torch.nn.Module, dims: Mapping[str, int], group: TensorGroup) -> None:
+        self._module, self._dims, self._group = module, dims, group
+
+    def __enter__(self) -> None:
+        for key, dim in self._dims.items():
+            piece = self._module._parameters[key]
+            assert piece is not None
+            self._module.__dict__[key] = whole_weight(piece, dim, self._group)
+
+    def __exit__(self, *error: object) -> None:
+        for key in self._dims:
+            del self._module.__dict__[key]
+
+
+def _divisible_dim(parameter: torch.nn.Parameter | None, ranks: int) -> int | None:
+    if parameter is None:
+        return None
+    return next((dim for dim, size in enumerate(parameter.shape) if size >= ranks and size % ranks == 0), None)

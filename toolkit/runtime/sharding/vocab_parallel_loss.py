@@ -1,0 +1,99 @@
+"""Loss over a vocabulary in shards: a tensor rank keeps its own columns of the logits, and none ever holds all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from toolkit.recipe.sections import Model
+from toolkit.runtime.data.samples_protocol import IGNORE
+from toolkit.runtime.models.build import build_model, load_config
+from toolkit.runtime.models.parameter_shards import shares
+from toolkit.runtime.models.tiny_config import tiny_config
+from toolkit.runtime.sharding.collectives import TensorGroup
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits and labels → the sum over counted tokens."""
+ELEMENTWISE = ("ToCopyBackward0", "MulBackward0", "DivBackward0", "TanhBackward0")
+"""What models do to logits element by element: casts, scales, caps."""
+
+
+class VocabularyLoss:
+    """Cross-entropy added up over counted tokens, from this rank's columns of the logits."""
+
+    def __init__(self, group: TensorGroup, vocabulary: int) -> None:
+        self._group = group
+        sizes = shares(vocabulary, group.ranks)
+        self._start = sum(sizes[: group.index])
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        columns = logits.flatten(0, 1)
+        wide = columns if columns.dtype == torch.float64 else columns.float()
+        return _SlicedLoss.apply(wide, labels.flatten(), self._start, self._group)  # type: ignore[no-untyped-call, no-any-return]
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The token with the largest logit, of all ranks' columns; of equals the first, as `argmax` has it."""
+        values, places = logits.max(-1)
+        others = values < self._group.largest(values)
+        return -self._group.largest(-(places + self._start).masked_fill(others, torch.iinfo(places.dtype).max))
+
+
+def num_correct(loss: Loss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """For how many labels that count the likeliest value is right."""
+    likeliest = loss.likeliest(logits) if isinstance(loss, VocabularyLoss) else logits.argmax(-1)
+    return ((likeliest == labels) & (labels != IGNORE)).sum()
+
+
+class _SlicedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, group: TensorGroup) -> torch.Tensor:
+        top = group.largest(logits.amax(-1))
+        weights = (logits - top[:, None]).exp_()
+        own = (labels >= start) & (labels < start + logits.shape[1])
+        places = (labels - start).masked_fill(~own, 0)[:, None]
+        target = logits.gather(1, places)[:, 0].masked_fill(~own, 0.0)
+        total, target = group.sum(torch.stack([weights.sum(-1), target]))
+        counted = labels != IGNORE
+        ctx.save_for_backward(weights.div_(total[:, None]), places, own, counted)
+        lost: torch.Tensor = (total.log() + top - target) * counted
+        return lost.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        probabilities, places, own, counted = ctx.saved_tensors
+        found = probabilities * (counted * gradient)[:, None]
+        found.scatter_add_(1, places, -((own & counted) * gradient).to(found.dtype)[:, None])
+        return found, None, None, None
+
+
+def head_name(model: PreTrainedModel) -> str | None:
+    """The module that makes logits."""
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def follows_head(section: Model) -> bool:
+    """Whether logits are the head's output but for what is done to single elements; tried on a small twin."""
+    if section.task not in (None, "causal-lm"):
+        return False
+    try:
+        config = tiny_config(load_config(section))
+        model = build_model(Model(config=config, init="scratch", precision="fp32", attention=section.attention), 0)
+        made: list[torch.Tensor] = []
+        model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: made.append(output))
+        logits = model(input_ids=torch.ones((1, 8), dtype=torch.long), use_cache=False).logits
+        return len(made) == 1 and logits.shape == made[0].shape and _reaches(logits.grad_fn, made[0].grad_fn)
+    except Exception:  # a model of another kind: its logits are gathered, which fits all
+        return False
+
+
+def _reaches(node: Any, target: Any) -> bool:
+    while node is not target:
+        inputs = [following for following, _ in node.next_functions if following is not None]
+        if node.name() not in ELEMENTWISE or len(inputs) != 1:
+            return False
+        node = inputs[0]
+    return True

@@ -1,0 +1,155 @@
+"""Weights & Biases: one run a job over all its resumes, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import ToolkitError
+from toolkit.recipe.metrics_sections import Wandb
+from toolkit.runtime.metrics.record import Record
+from toolkit.runtime.sinks import wandb_reader
+from toolkit.secrets import redact
+
+ID_FILE = "wandb-id"
+"""In the run directory: the run's id, the same for all its resumes."""
+
+
+class WandbSink:
+    """Offline by default: no account is needed, and `wandb sync` uploads it later.
+
+    W&B can't take a step back. Offline, where nobody looks on, steps are therefore handed over when a checkpoint covers
+    them, or at the end: what a crash makes the run repeat is not yet there. Online they go at once, and what is
+    repeated is not sent again.
+    """
+
+    def __init__(
+        self,
+        section: Wandb,
+        name: str,
+        directory: Path,
+        *,
+        hidden: Iterable[str] = (),
+        resumable: bool = False,
+        say: Callable[[str], object] = print,
+    ) -> None:
+        self._section, self._name, self._directory = section, name, directory
+        self._hidden, self._say = tuple(hidden), say
+        self._holds_back = resumable and section.mode == "offline"
+        self._held: list[Record] = []
+        self._evaluations: dict[int, dict[str, Any]] = {}
+        self._run: Any = None
+        self._id, self._last_step = "", 0
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        import wandb
+
+        (self._directory / "wandb").mkdir(parents=True, exist_ok=True)
+        self._id = _own_id(self._directory / ID_FILE)
+        self._last_step = wandb_reader.last_step(self._directory, self._id)
+        self._run = wandb.init(
+            id=self._id,
+            resume="allow" if self._section.mode == "online" else None,  # offline, each file says the same id
+            project=self._section.project,
+            entity=self._section.entity,
+            group=self._section.group,
+            tags=list(self._section.tags) or None,
+            name=self._name,
+            dir=str(self._directory),
+            mode=self._section.mode,
+            config=redact(dict(info), self._hidden),
+            # No code, console, git state, command line or host leave the machine, and no environment variable is
+            # stored; counters of all ranks are in the records, so its own of this process are off.
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                save_code=False,
+                x_disable_stats=True,
+                x_disable_meta=True,
+                x_disable_machine_info=True,
+            ),
+        )
+        self._catch_up(int(info.get("done", 0)))
+
+    def log(self, record: Record) -> None:
+        while self._held and self._held[-1].step >= record.step:  # the run went back to a checkpoint
+            self._evaluations.pop(self._held.pop().step, None)
+        self._held.append(record)
+        if not self._holds_back or record.checkpoint_step >= self._held[0].step:
+            self._hand_over(record.checkpoint_step if self._holds_back else record.step)
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """One evaluation, at the step that was just logged; it goes with that step's record."""
+        values = {f"eval/{name}": value for name, value in record.items() if name != "step"}
+        if self._held:
+            self._evaluations[record["step"]] = values
+        else:
+            self._run.log(values, step=record["step"])
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        if self._held:
+            self._hand_over(self._held[-1].step)
+        self._run.summary.update(redact(dict(summary), self._hidden))
+        self._add_report()
+        self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
+
+    def _catch_up(self, done: int) -> None:
+        """Steps of an earlier attempt that a checkpoint covers but a crash kept back."""
+        metrics = self._directory / "metrics.jsonl"
+        for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
+            values = json.loads(line)
+            if self._last_step < values["step"] <= done:
+                self._send(values)
+
+    def _hand_over(self, step: int) -> None:
+        while self._held and self._held[0].step <= step:
+            values = {name: value for name, value in vars(self._held.pop(0)).items() if value is not None}
+            if values["step"] > self._last_step:
+                self._send(values | self._evaluations.pop(values["step"], {}))
+
+    def _send(self, values: Mapping[str, Any]) -> None:
+        self._last_step = int(values["step"])
+        self._run.log(flat(values), step=self._last_step)
+
+    def _add_report(self) -> None:
+        """The page of `toolkit report`, as an artifact of the run."""
+        import wandb
+
+        from toolkit.reports.reader import read_run
+        from toolkit.reports.run_page import render
+
+        page = self._directory / "report.html"
+        try:
+            page.write_text(render([read_run(self._directory)], self._hidden), encoding="utf-8")
+        except ToolkitError as error:
+            self._say(f"W&B gets no report: {error}")
+            return
+        artifact = wandb.Artifact(f"report-{self._id}", type="report")
+        artifact.add_file(str(page), name="report.html")
+        self._run.log_artifact(artifact)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values under names with slashes, as W&B groups charts."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name == "sample_ids":  # names, not measurements: they are in metrics.jsonl
+            continue
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, list):
+            found |= flat({str(place): item for place, item in enumerate(value)}, f"{prefix}{name}/")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _own_id(path: Path) -> str:
+    """The id of this run directory, made on the first day."""
+    if not path.exists():
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()

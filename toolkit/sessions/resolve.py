@@ -1,0 +1,218 @@
+"""From a recipe to an order: plan, DeepSpeed config, run directory. A root: it joins planning and registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import strategies
+from toolkit.cost.execution import of_plan
+from toolkit.cost.timing import hardware_flops, model_flops
+from toolkit.errors import BadInput, NoPlanFits, Problem
+from toolkit.launching.launchers import accelerate_config
+from toolkit.planner import search
+from toolkit.planner.search import Decision, Option
+from toolkit.plans.deepspeed_config import deepspeed_config
+from toolkit.plans.deepspeed_rules import unkeepable
+from toolkit.plans.job import make_job, raw_config
+from toolkit.plans.noise_scale import tells_noise
+from toolkit.plans.plan import Job, Plan, Refusal
+from toolkit.plans.split_verdicts import Axes, Proofs, Verdict, judged
+from toolkit.recipe.schema import nearest
+from toolkit.recipe.sections import Recipe
+from toolkit.run_dir import layout
+from toolkit.run_dir.layout import RunDir
+
+WORTH_SAYING = 1.2
+"""Islands are mentioned from this gain in throughput on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """Everything that is known before a process starts."""
+
+    recipe: Recipe
+    job: Job
+    decision: Decision
+
+    @property
+    def chosen(self) -> Option:
+        """The plan to run; `NoPlanFits` if there is none."""
+        if self.decision.chosen is None:
+            raise NoPlanFits(explain(self.decision))
+        return self.decision.chosen
+
+    @property
+    def deepspeed(self) -> dict[str, Any]:
+        """The DeepSpeed config of the chosen plan."""
+        return deepspeed_config(
+            self.chosen.plan,
+            self.recipe.train,
+            params=round(self.job.model.params * of_plan(self.chosen.plan, self.job).trained_share),
+            backend=self.job.cluster.device.backend,
+            nvme_path=self.recipe.strategy.nvme_path,
+        )
+
+    def plan_json(self) -> dict[str, Any]:
+        """plan.json: the PLAN of the contract, the bases of MFU and HFU, and limits that measurements are held to."""
+        cluster = self.job.cluster
+        across = cluster.inter_bytes_per_second if cluster.nodes > 1 else cluster.intra_bytes_per_second
+        return {
+            **self.chosen.to_json(),
+            "model_flops": model_flops(self.job),
+            "hardware_flops": hardware_flops(self.chosen.plan, self.job),
+            "peak_flops": cluster.device.peak_flops,
+            "memory_limit_bytes": self.chosen.estimate.memory_limit_bytes,
+            "link_bytes_per_second": across,
+        }
+
+    def write(self, path: Path, *, go_on: bool = False) -> RunDir:
+        """A run directory with the order in it: a new one, or that of a run that goes on."""
+        section = self.recipe.checkpoint
+        go_on = go_on or layout.can_go_on(path, section.resume, section.every)
+        run = RunDir(path) if go_on else layout.create(path)
+        layout.write(run, self.recipe, self.plan_json(), self.deepspeed)
+        return run
+
+    def write_accelerate(self, run: RunDir) -> None:
+        """The config with which `accelerate launch` starts the run."""
+        cluster = self.job.cluster
+        config = accelerate_config(run.deepspeed, self.chosen.plan.devices, cluster.device.backend, cluster.nodes)
+        (run.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
+def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughput") -> Resolved:
+    """Plan a recipe; for the objective `cost` also on smaller parts of the cluster."""
+    registry = strategies.registry()
+    name = recipe.strategy.name
+    if name != "auto" and name not in registry:
+        what = f"{name!r} is not a strategy; auto, {', '.join(registry)}{nearest(name, list(registry))}"
+        raise BadInput(recipe.name, [Problem("strategy.name", what)])
+    job = make_job(recipe, nproc)
+    jobs = search.smaller_clusters(job) if objective == "cost" else [job]
+    known = _known(recipe)
+    decisions = [
+        search.decide(one, judged(_keepable(recipe, strategies.propose(one, name)), known), objective) for one in jobs
+    ]
+    best = search.best_of(decisions, objective)
+    return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
+
+
+def apart(resolved: Resolved) -> str:
+    """For clusters of several sites: what islands would gain over the plan that synchronises every step; or nothing."""
+    recipe, chosen = resolved.recipe, resolved.decision.chosen
+    if recipe.strategy.name != "auto" or chosen is None or resolved.job.cluster.sites == 1:
+        return ""
+    proposals = _keepable(recipe, strategies.propose(resolved.job, "local_sgd"))
+    found = search.decide(resolved.job, proposals).chosen
+    if found is None or found.estimate.tokens_per_second < WORTH_SAYING * chosen.estimate.tokens_per_second:
+        return ""
+    gain = found.estimate.tokens_per_second / chosen.estimate.tokens_per_second
+    return (
+        f"the link between sites is the bottleneck: {found.plan.describe()} would reach "
+        f"{found.estimate.tokens_per_second:,.0f} tokens/s, {gain:.1f} times the chosen plan; its result is not that "
+        "of synchronous training; ask for it with strategy.name=local_sgd"
+    )
+
+
+def proven(
+    resolved: Resolved, again: Callable[[], Resolved], prove: Callable[[Axes], Verdict], say: Callable[[str], object]
+) -> Resolved:
+    """A decision whose chosen split is proven: what fails is remembered, and planning goes on without it."""
+    recipe, config = resolved.recipe, raw_config(resolved.recipe.model)
+    while resolved.decision.chosen is not None:
+        axes = Axes.of(resolved.chosen.plan)
+        if not axes.split or Proofs().get(config, recipe.model, axes) is not None:
+            break
+        say("trying the split on a small twin of the model")
+        Proofs().put(config, recipe.model, axes, prove(axes))
+        resolved = again()
+    return resolved
+
+
+def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
+    """Proposals, without those that can't train the recipe's task, or save what it asks to save."""
+    for proposal in proposals:
+        if isinstance(proposal, Plan) and (reason := _task_fault(recipe.model.task, proposal)):
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.checkpoint.every % proposal.local_steps:
+            reason = (
+                f"checkpoints are made where islands agree: checkpoint.every {recipe.checkpoint.every} is no multiple "
+                f"of local_steps {proposal.local_steps}"
+            )
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.metrics.noise_scale and not tells_noise(proposal):
+            reason = (
+                "metrics.noise_scale compares micro-batches with the whole batch: it needs data_parallel or zero, and "
+                "at least two micro-batches a step over all devices"
+            )
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.train.outer is not None and proposal.islands == 1:
+            reason = "train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd"
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and (reason := _delay_fault(recipe, proposal) or _async_fault(recipe)):
+            yield Refusal(proposal.strategy, reason, proposal)
+        elif isinstance(proposal, Plan) and recipe.checkpoint.every > 0 and unkeepable(proposal):
+            yield Refusal(proposal.strategy, f"{unkeepable(proposal)}; use checkpoint.every 0", proposal)
+        elif isinstance(proposal, Plan) and _is_quantized(recipe) and proposal.zero_stage == 3:
+            yield Refusal(proposal.strategy, "4bit weights of model.lora.quantize can't be sharded by ZeRO 3", proposal)
+        else:
+            yield proposal
+
+
+def _task_fault(task: str | None, plan: Plan) -> str:
+    """Why a plan can't split the model of a task; empty if it can."""
+    if task in (None, "causal-lm"):
+        return ""
+    if plan.sp > 1:
+        return f"sequence shards are for losses of single tokens of a causal language model; data.format needs {task}"
+    if plan.tensor_by == "autotp" and plan.tp > 1:
+        return f"AutoTP is tried on causal language models only, and data.format needs {task}; leave tensor_by out"
+    if plan.pp > 1 and task == "seq2seq":
+        return "every decoder layer reads the encoder's output: each stage would compute the whole encoder"
+    return ""
+
+
+def _delay_fault(recipe: Recipe, plan: Plan) -> str:
+    """Why a round's mean can't count when the recipe says; empty if it can."""
+    delay = recipe.train.outer.delay_steps if recipe.train.outer else None
+    if delay is None or delay <= plan.local_steps:
+        return ""
+    return f"train.outer.delay_steps {delay} is more than a round of local_steps {plan.local_steps}"
+
+
+def _async_fault(recipe: Recipe) -> str:
+    """Why islands can't go their own ways with a recipe; empty if they can."""
+    outer = recipe.train.outer
+    if outer is None or outer.mode != "async":
+        return ""
+    if outer.optimizer != "average":
+        return "train.outer.optimizer nesterov would add momentum to stale changes; use average with mode async"
+    if recipe.train.on_spike != "ignore":
+        return "train.on_spike rewind needs islands that stand at the same step; use ignore with mode async"
+    return ""
+
+
+def _is_quantized(recipe: Recipe) -> bool:
+    return recipe.model.lora is not None and recipe.model.lora.quantize != "none"
+
+
+def _known(recipe: Recipe) -> Callable[[Axes], Verdict | None]:
+    """What earlier runs have proven of the recipe's model."""
+    proofs, config = Proofs(), raw_config(recipe.model)
+    return lambda axes: proofs.get(config, recipe.model, axes)
+
+
+def explain(decision: Decision) -> str:
+    """Why no plan fits: one line a strategy and reason, the most frequent first."""
+    reasons: dict[tuple[str, str], int] = {}
+    for refusal in decision.refused:
+        key = (refusal.strategy, refusal.reason)
+        reasons[key] = reasons.get(key, 0) + 1
+    shown = sorted(reasons.items(), key=lambda item: -item[1])[:8]
+    lines = [f"no plan fits: {decision.considered} considered"]
+    return "\n".join(lines + [f"  {strategy}: {reason}" for (strategy, reason), _ in shown])
