@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from toolkit.clusters.cluster import Cluster  # noqa: E402
-from toolkit.clusters.device_names import find_device  # noqa: E402
+from toolkit.clusters.devices import find_device  # noqa: E402
 from toolkit.cost.calibration import CALIBRATION, CONSTANTS, Calibration  # noqa: E402
-from toolkit.cost.collectives import all_reduce, group  # noqa: E402
+from toolkit.cost.communication import all_reduce, group  # noqa: E402
 from toolkit.cost.published import read_rows  # noqa: E402
 from toolkit.cost.timing import seconds  # noqa: E402
 from toolkit.cost.validation import Case, read_cases  # noqa: E402

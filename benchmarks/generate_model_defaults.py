@@ -18,7 +18,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit.models.architectures.defaults import KEYS
+from toolkit.models.config_reader import KEYS
 
 TARGET = Path(__file__).parents[1] / "toolkit" / "models" / "architectures" / "defaults.json"
 

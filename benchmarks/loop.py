@@ -18,9 +18,9 @@ from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides
 from benchmarks.paired import in_turn, ratio
 from toolkit.runtime.data.prefetch import Share
 from toolkit.runtime.data.sample_order import Order
-from toolkit.runtime.data.samples_protocol import MicroBatch
-from toolkit.runtime.engine.replica import summed_loss
 from toolkit.runtime.loop import train
+from toolkit.runtime.models.loss import summed_loss
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -14,26 +14,26 @@ import torch
 
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
-from toolkit.recipe.batch_ramp import Batches
 from toolkit.recipe.file import load_recipe
-from toolkit.recipe.lr_schedule import make_schedule
 from toolkit.recipe.metrics_sections import Wandb
+from toolkit.recipe.schedules import Batches, make_schedule
 from toolkit.recipe.sections import Train
 from toolkit.runtime.build_engine import Site, build_engine
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.process_group import broadcast_object, current_world, host_group
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.loop import Observer, SpikeGuard
 from toolkit.runtime.machine.counters import make_counters
 from toolkit.runtime.metrics import comm_timer
 from toolkit.runtime.metrics.memory import MemoryMeter
-from toolkit.runtime.metrics.record import JsonlSink, Recorder, Sink
+from toolkit.runtime.metrics.record import Sink
 from toolkit.runtime.metrics.step_breakdown import StepMeter
 from toolkit.runtime.metrics.step_clock import Clock, Lap, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
-from toolkit.runtime.sinks.events import EventSink
-from toolkit.runtime.sinks.tensorboard import TensorboardSink
-from toolkit.runtime.sinks.wandb import WandbSink
+from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.observer import Observer
+from toolkit.runtime.sinks.local_files import EventSink, JsonlSink, TensorboardSink
+from toolkit.runtime.sinks.recorder import Recorder
+from toolkit.runtime.sinks.wandb_sink import WandbSink
+from toolkit.runtime.spike_rewind import SpikeGuard
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"

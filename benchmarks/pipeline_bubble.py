@@ -20,11 +20,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
 from toolkit.runtime.build_engine import Site, build_engine
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.process_group import current_world, gather_objects
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"

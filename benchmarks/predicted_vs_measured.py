@@ -23,15 +23,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import strategies  # noqa: E402
-from toolkit.cost.probe_fit import cluster_yaml  # noqa: E402
+from toolkit.cost.calibration import cluster_yaml  # noqa: E402
 from toolkit.cost.validation import spearman  # noqa: E402
 from toolkit.launching import launchers  # noqa: E402
 from toolkit.planner.search import OBJECTIVES, Decision, Option, Search  # noqa: E402
 from toolkit.plans.job import make_job  # noqa: E402
-from toolkit.plans.plan import AXES  # noqa: E402
 from toolkit.recipe.file import load_recipe  # noqa: E402
 from toolkit.recipe.metrics_sections import Metrics, Wandb  # noqa: E402
-from toolkit.recipe.sections import Recipe, Strategy  # noqa: E402
+from toolkit.recipe.sections import (  # noqa: E402
+    AXES,
+    Recipe,
+    Strategy,
+)
 from toolkit.sessions.parity import runner  # noqa: E402
 from toolkit.sessions.resolve import Resolved  # noqa: E402
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from toolkit.launching.launchers import free_port
+from toolkit.launching.environment import free_port
 from toolkit.recipe.file import load_recipe
 from toolkit.sessions.resolve import resolve
 
@@ -65,7 +65,7 @@ def main() -> None:
 
 def prepare(work: Path, steps: int) -> None:
     """Documents, a tokenizer of bytes, a recipe, and the DeepSpeed config that all use."""
-    from toolkit.runtime.corpus.train_bpe import train_tokenizer
+    from toolkit.runtime.corpus.tokenizer import train_tokenizer
 
     random = np.random.default_rng(0)
     lengths = np.maximum(2, random.lognormal(np.log(MEDIAN), SIGMA, DOCUMENTS)).astype(int)

@@ -18,8 +18,7 @@ from benchmarks.paired import in_turn, ratio
 from toolkit.recipe.data_files import data_files
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
-from toolkit.runtime.corpus.tokenizer import HuggingFace
-from toolkit.runtime.corpus.train_bpe import train_tokenizer
+from toolkit.runtime.corpus.tokenizer import HuggingFace, train_tokenizer
 from toolkit.runtime.distributed.rank_zero_first import Alone
 
 PARAGRAPH, CHARACTERS = 2000, 8_000_000

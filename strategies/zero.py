@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from toolkit.plans.plan import OFFLOADS, ZERO_QUANTIZED, ZERO_VARIANTS, Job
+from toolkit.plans.plan import Job
+from toolkit.recipe.axes import OFFLOADS, ZERO_QUANTIZED, ZERO_VARIANTS
 
 
 @dataclass(frozen=True)

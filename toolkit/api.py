@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from toolkit.commands.common import show_decision
 from toolkit.errors import LossNotFinite, Preempted, RankFailed, ToolkitError
-from toolkit.launching import launchers, other_trainers
+from toolkit.launching import environment, other_trainers
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.reports.live_curve import LiveCurve, in_notebook
+from toolkit.reports.plan_table import show_decision
 from toolkit.resources import find_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.layout import RunDir, new_run_path
@@ -80,7 +80,7 @@ class Run:
         """The trained Hugging Face model, from the newest checkpoint."""
         from transformers import AutoModelForCausalLM
 
-        from toolkit.commands.export import newest
+        from toolkit.run_dir.layout import newest
         from toolkit.runtime.checkpoint.export import export
 
         checkpoint = newest(self.path)
@@ -97,7 +97,7 @@ def plan(recipe: RecipeLike, *overrides: str, nproc: int | None = None) -> Plann
 
 def train(recipe: RecipeLike, *overrides: str, nproc: int | None = None, run_dir: str | Path | None = None) -> Run:
     """Train in real worker processes; the loss curve is drawn in the cell. An interrupt ends every worker."""
-    checked = check(_read(recipe, overrides), launchers.environment(), print)
+    checked = check(_read(recipe, overrides), environment.environment(), print)
     path = Path(run_dir) if run_dir else new_run_path(checked.output, checked.name)
     return _run(checked, path, nproc, go_on=False)
 
@@ -112,7 +112,7 @@ def parity(
     recipe: RecipeLike, *overrides: str, nproc: int = 2, strategies: str = "all", steps: int = 10
 ) -> dict[str, Any]:
     """The recipe under each strategy against one process: what `toolkit parity --json` prints."""
-    checked = check(_read(recipe, overrides), launchers.environment(), print)
+    checked = check(_read(recipe, overrides), environment.environment(), print)
     expected = reference(checked, steps)
     outcomes = {o.name: o.to_json() for o in compare(checked, steps, nproc, strategies, expected)}
     return {"steps": steps, "reference": list(expected.loss), "strategies": outcomes}

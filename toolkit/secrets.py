@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from toolkit.secrets_guard import SHAPES
+from toolkit.errors import Problem
 
 HIDDEN = "(hidden)"
 _SECRET_NAME = re.compile(
@@ -56,3 +56,38 @@ def redact_text(text: str, known: Iterable[str] = ()) -> str:
 
 def _is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)) is not None
+
+
+SHAPES = {
+    "an address with a password": re.compile(r"://[^/\s:@]*:[^/\s@]+@"),
+    "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
+    "an AWS key": re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"),
+    "a GitHub token": re.compile(r"\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}"),
+    "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
+}
+"""What a secret looks like, whatever key it stands under."""
+
+
+def secret_faults(value: Any, where: str = "") -> Iterator[Problem]:
+    """Every value that looks like a secret; the value itself is not repeated."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from secret_faults(item, f"{where}.{key}" if where else str(key))
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from secret_faults(item, f"{where}[{number}]")
+    elif isinstance(value, str):
+        for kind, shape in SHAPES.items():
+            if shape.search(value):
+                what = (
+                    f"looks like {kind}; recipes are copied to places where others read; use the environment, or log in"
+                )
+                yield Problem(where, what)
+
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|PROXY", re.IGNORECASE)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting must stay off command lines and out of files."""
+    return bool(_SECRET.search(name))

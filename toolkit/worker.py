@@ -19,14 +19,13 @@ from typing import IO, TYPE_CHECKING
 
 from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launching.launchers import PARENT, adopt_slurm, free_port, nccl_settings
+from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
 from toolkit.run_dir import layout
-from toolkit.run_dir.async_islands import goes_async
-from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.async_islands import Membership, goes_async
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.preflight import check
 from toolkit.sessions.resolve import Resolved, resolve
@@ -161,7 +160,7 @@ def _resolve(recipe: Recipe) -> Resolved:
 
 def _choose_interface() -> None:
     """gloo would listen where the host's own name leads to, often loopback: take the way to the first host."""
-    from toolkit.runtime.machine.network_interface import interface_towards
+    from toolkit.runtime.machine.network import interface_towards
 
     name = interface_towards(os.environ["MASTER_ADDR"])
     if name is not None:

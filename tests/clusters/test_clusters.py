@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.clusters.reader import from_file, from_section, read_cluster
-from toolkit.cost.calibration import CALIBRATION
-from toolkit.cost.collectives import all_reduce, group
-from toolkit.cost.probe_fit import cluster_yaml, fit_links
+from toolkit.cost.calibration import CALIBRATION, cluster_yaml, fit_links
+from toolkit.cost.communication import all_reduce, group
 from toolkit.errors import BadInput
 from toolkit.recipe.sections import ClusterSection
 from toolkit.resources import CONFIGS

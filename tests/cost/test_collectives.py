@@ -11,9 +11,9 @@ from statistics import median
 import pytest
 
 from tests.helpers.planning import cluster
-from toolkit.clusters.device_names import find_device
+from toolkit.clusters.devices import find_device
 from toolkit.cost.calibration import CALIBRATION
-from toolkit.cost.collectives import Group, all_reduce, all_to_all, bandwidth, gather, group, send
+from toolkit.cost.communication import Group, all_reduce, all_to_all, bandwidth, gather, group, send
 
 TIMINGS = Path(__file__).parents[2] / "benchmarks" / "data" / "nccl_allreduce.csv"
 

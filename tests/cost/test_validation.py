@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.clusters.device_names import find_device, nearest_names
+from toolkit.clusters.devices import find_device, nearest_names
 from toolkit.cost.published import REQUIRED, Row, execution_of, read_rows, recompute_of
 from toolkit.cost.software import software_of
 from toolkit.cost.validation import regret, spearman, validate

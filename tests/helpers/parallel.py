@@ -10,12 +10,12 @@ import torch
 
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.build_engine import Site, build_engine
-from toolkit.runtime.data.samples_protocol import IGNORE, MicroBatch
 from toolkit.runtime.distributed.process_group import current_world
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.metrics.record import JsonlSink, Record
+from toolkit.runtime.metrics.record import Record
+from toolkit.runtime.sinks.local_files import JsonlSink
 from toolkit.runtime.supervision.warm_pool import Enter, enter_worker
 
 STRATEGIES = ("zero", "pipeline", "tensor_parallel")

@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.checkpoints import store
 from toolkit.runtime.checkpoint import safetensors_writer
-from toolkit.runtime.engine import replica
+from toolkit.runtime.models import loss
 from toolkit.runtime.pipeline import stage
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
@@ -110,10 +110,10 @@ def spike_at_step_9(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 def scale_losses(factor: Callable[[int], float]) -> None:
     """Multiply the loss of this process's n-th micro-batch, counted from 1, by `factor(n)`."""
-    original, count = replica.summed_loss, [0]
+    original, count = loss.summed_loss, [0]
 
     def summed_loss(*args: Any) -> Any:
         count[0] += 1
         return original(*args) * factor(count[0])
 
-    replica.summed_loss = stage.summed_loss = summed_loss
+    loss.summed_loss = stage.summed_loss = summed_loss

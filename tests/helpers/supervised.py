@@ -18,7 +18,7 @@ from toolkit.launching import launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.metrics.record import keep_until
+from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.supervision.supervise import run_all
 from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess
 from toolkit.sessions.resolve import resolve

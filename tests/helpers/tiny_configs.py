@@ -9,7 +9,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from toolkit.models.architectures import ARCHITECTURES
-from toolkit.models.architectures.defaults import FLAGS
+from toolkit.models.config_reader import FLAGS
 
 LAYERS = 4
 SIZES: dict[str, tuple[int, int]] = {

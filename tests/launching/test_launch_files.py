@@ -15,7 +15,7 @@ import yaml
 
 from tests.helpers import kubernetes_schema, launching_page
 from toolkit.cli import main
-from toolkit.launching import launchers
+from toolkit.launching import environment
 from toolkit.launching.launch_files import TARGETS, fixed_recipe
 from toolkit.recipe.file import load_recipe, make_recipe
 from toolkit.run_dir import heartbeat
@@ -144,7 +144,7 @@ def test_torchrun_on_two_nodes_starts_failed_workers_again(tmp_path: Path, launc
     emit, start = launching_page.commands("torchrun on many nodes")
     workspace = launching_page.workspace(tmp_path)
     launching_page.run(f"{emit} train.steps=40", workspace, launching_page.environment())
-    env = launching_page.environment() | {"MASTER_PORT": str(launchers.free_port())}
+    env = launching_page.environment() | {"MASTER_PORT": str(environment.free_port())}
     argv = ["bash", "-c", start.replace("node-1", "127.0.0.1")]
     with (tmp_path / "log").open("w") as log:
         agents = [subprocess.Popen(argv, env=env, cwd=workspace, stdout=log, stderr=log) for _ in range(2)]
@@ -179,8 +179,8 @@ def test_slurm_tasks_take_their_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in slurm.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    launchers.adopt_slurm()
+    environment.adopt_slurm()
     assert "RANK" not in os.environ, "inside an allocation, but not started by srun"
     monkeypatch.setenv("MASTER_ADDR", "node-0")
-    launchers.adopt_slurm()
+    environment.adopt_slurm()
     assert [os.environ[key] for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == ["5", "8", "1", "4"]

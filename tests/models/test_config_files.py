@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import BadInput
-from toolkit.models.config_files import LARGEST_BYTES, load_model_config
+from toolkit.models.spec import LARGEST_BYTES, load_model_config
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.helpers.tiny_configs import LAYERS, small, variants
 from toolkit.errors import BadInput
 from toolkit.models.architectures import ARCHITECTURES
-from toolkit.models.architectures.defaults import KEYS, defaults
+from toolkit.models.config_reader import KEYS, defaults
 from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
 from toolkit.plans.task_spec import task_spec
 from toolkit.recipe.sections import Model, Task

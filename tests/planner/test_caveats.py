@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.planner.caveats import notes
+from toolkit.planner.explain import notes
 from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Reduce
 from toolkit.recipe.sections import Train

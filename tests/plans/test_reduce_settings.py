@@ -9,13 +9,13 @@ import pytest
 
 from tests.conftest import TINY_LLAMA
 from tests.helpers.planning import LLAMA_2_7B, cluster, job
-from toolkit.cost import collectives
+from toolkit.cost import communication
 from toolkit.cost.calibration import CALIBRATION
 from toolkit.cost.execution import of_plan
 from toolkit.cost.memory import memory
 from toolkit.cost.timing import step_time
 from toolkit.errors import BadInput
-from toolkit.launching.launchers import nccl_settings
+from toolkit.launching.environment import nccl_settings
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.deepspeed_rules import refusal
 from toolkit.plans.plan import Plan
@@ -138,7 +138,7 @@ def test_a_bucket_s_memory_is_known() -> None:
 def test_hierarchical_crosses_a_slow_network_with_shards() -> None:
     """Two hosts of 8: a ring crosses with 30 / 16 of the bytes, shards with 1 of them."""
     machines = replace(cluster(nodes=2), inter_bytes_per_second=1e6)
-    where = collectives.group(machines, 16, 1)
-    flat = collectives.all_reduce(1e9, where, machines, CALIBRATION)
-    parts = collectives.hierarchical(1e9, where, machines, CALIBRATION)
+    where = communication.group(machines, 16, 1)
+    flat = communication.all_reduce(1e9, where, machines, CALIBRATION)
+    parts = communication.hierarchical(1e9, where, machines, CALIBRATION)
     assert flat / parts == pytest.approx(30 / 16, rel=0.01)

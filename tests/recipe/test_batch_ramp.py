@@ -6,10 +6,9 @@ import pytest
 
 from tests.conftest import TINY_LLAMA
 from toolkit.errors import BadInput
-from toolkit.recipe.batch_ramp import Batches
 from toolkit.recipe.batch_sections import BatchRamp
 from toolkit.recipe.file import make_recipe
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import Batches, make_schedule
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.sessions.resolve import resolve
 

@@ -16,7 +16,8 @@ from tests.helpers.browser import dom
 from tests.helpers.planning import LLAMA_3_8B, cluster, job
 from toolkit.planner.search import Decision, decide
 from toolkit.plans.plan import Job, Plan
-from toolkit.reports.plan_page import fill, recipe_for, render
+from toolkit.reports.plan_page import recipe_for, render
+from toolkit.reports.template import fill
 from toolkit.sessions.scaling import scaling
 
 RECIPE = {"name": "</script><b>sft", "model": {"path": "llama-3-8b"}, "strategy": {"name": "auto"}}

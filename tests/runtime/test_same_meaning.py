@@ -7,7 +7,7 @@ import pytest
 import strategies
 from tests.conftest import Finished, Trainer
 from toolkit.run_dir.trajectory import largest_difference
-from toolkit.runtime.models.tiny_config import tiny_of_type
+from toolkit.runtime.models.tiny_models import tiny_of_type
 
 UNEVEN = ("data.packing=false", "data.seq_len=64")
 """Replicas count different numbers of tokens: a mean of means would be off by percents."""

@@ -13,8 +13,10 @@ Nothing here is executable, and no name in a file can lead out of the directory.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -268,3 +270,17 @@ def step_of(name: str) -> int | None:
 def canonical_json(value: Any) -> bytes:
     """One form for each value: sorted keys, no spaces."""
     return (json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n").encode()
+
+
+PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "numpy", "peft")
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint was written with."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

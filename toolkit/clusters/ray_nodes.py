@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from toolkit.clusters.device_names import find_device
+from toolkit.clusters.devices import find_device
 from toolkit.errors import BadInput
 from toolkit.recipe.sections import ClusterSection
 

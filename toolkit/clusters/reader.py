@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.device_names import find_device, nearest_names
-from toolkit.clusters.devices import DEVICES, GB, GIB, Device
+from toolkit.clusters.devices import DEVICES, GB, GIB, Device, find_device, nearest_names
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.schema import build
 from toolkit.recipe.sections import ClusterSection

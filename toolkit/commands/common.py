@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from toolkit.planner.caveats import notes
-from toolkit.planner.explain import bottleneck
-from toolkit.planner.search import Decision, Option
-from toolkit.plans.plan import Refusal
+from toolkit.errors import BadInput
+from toolkit.launching.hostfile import Host, read_hostfile
 from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
-from toolkit.sessions.resolve import Resolved, apart
+from toolkit.run_dir.async_islands import parse_address
+from toolkit.sessions.async_islands import Part
 from toolkit.sessions.tiny_recipe import tiny_twin
-
-GIB = 2**30
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
@@ -51,61 +44,53 @@ def positive(text: str) -> int:
     return number
 
 
-NOT_SYNCHRONOUS = "the result of local_sgd is not that of synchronous training: islands drift apart between exchanges"
-TOO_EARLY = (
-    "islands that begin with random weights gain little from one another: train inside one site first, and go on from "
-    "there with checkpoint.resume"
-)
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """--hostfile, --include and --exclude."""
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="F", help="train on these hosts (`NAME slots=N` a line), reached by ssh"
+    )
+    parser.add_argument(
+        "--include", default="", metavar="HOSTS", help="only these of the hostfile: HOST@HOST:SLOT,SLOT"
+    )
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="all of the hostfile but these")
 
 
-def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
-    """The ranked table, and one line for each reason of refusal."""
-    table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
-    for heading in ("", "plan", "step", "tokens/s", "MFU", "memory", "of"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for place, option in enumerate(decision.ranked[:top], 1):
-        table.add_row(str(place), option.plan.describe(), *_cells(option))
-    if decision.ranked:
-        console.print(table)
-    for place, option in enumerate(decision.ranked[:top], 1):
-        console.print(f"{place}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
-    if decision.chosen is not None and decision.chosen.plan.islands > 1:
-        console.print(f"[yellow]note[/] {NOT_SYNCHRONOUS}", highlight=False)
-    for refusal in shown_refusals(decision):
-        what = refusal.plan.describe() if refusal.plan else refusal.strategy
-        console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
+def read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts to train on; none: this one."""
+    if args.hostfile is None:
+        given = [option for option in ("include", "exclude") if getattr(args, option)]
+        if given:
+            raise BadInput(f"--{given[0]}", "chooses from a hostfile; give --hostfile, too")
+        return ()
+    if args.nproc is not None:
+        raise BadInput("--nproc", "excludes --hostfile, whose slots say how many processes; choose some with --include")
+    return read_hostfile(args.hostfile, args.include, args.exclude)
 
 
-def all_notes(resolved: Resolved) -> list[str]:
-    """What a person should know of the chosen plan."""
-    chosen, gain = resolved.decision.chosen, apart(resolved)
-    about = notes(chosen.plan, resolved.recipe.train) if chosen else []
-    fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
-    early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
-    return [*([gain] if gain else []), *early, *about]
-
-
-def show_notes(found: Sequence[str], console: Console) -> None:
-    """A line each."""
-    for note in found:
-        console.print(f"[yellow]note[/] {escape(note)}", highlight=False)
-
-
-def _cells(option: Option) -> tuple[str, ...]:
-    estimate = option.estimate
-    used = f"{estimate.memory.total / GIB:.2f}"
-    return (
-        f"{estimate.time.total * 1000:,.0f} ms",
-        f"{estimate.tokens_per_second:,.0f}",
-        f"{estimate.mfu:.1%}",
-        used if estimate.fits else f"[red]{used}[/]",
-        f"{estimate.memory_limit_bytes / GIB:.1f} GiB",
+def add_island_arguments(parser: argparse.ArgumentParser) -> None:
+    """--mailbox and --island."""
+    parser.add_argument(
+        "--mailbox", metavar="HOST:PORT", help="with train.outer.mode=async: where `toolkit mailbox` listens"
+    )
+    parser.add_argument(
+        "--island", type=int, metavar="K", help="start this island only, counted from 0; with --mailbox"
     )
 
 
-def shown_refusals(decision: Decision, each: int = 2) -> list[Refusal]:
-    """For each strategy the plan that came nearest to fitting, and the first of what it can't do at all."""
-    by_strategy: dict[str, list[Refusal]] = {}
-    for refusal in reversed(decision.refused):  # misfits come last, the nearest of each strategy
-        by_strategy.setdefault(refusal.strategy, []).append(refusal)
-    return [refusal for refusals in by_strategy.values() for refusal in [*refusals[:1], *refusals[1:][::-1]][:each]]
+def read_part(args: argparse.Namespace) -> Part:
+    """From the command line."""
+    if (args.mailbox is None) != (args.island is None):
+        raise BadInput("--island", "--island and --mailbox go together: which island this is, and where all meet")
+    return Part(None if args.mailbox is None else parse_address(args.mailbox), args.island)
+
+
+def add_restart_argument(parser: argparse.ArgumentParser) -> None:
+    """--max-restarts."""
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a rank fails, go on from the last checkpoint, at most N times; a second failure without progress "
+        "takes fewer processes (default 0)",
+    )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
-from toolkit.launching import launchers
+from toolkit.launching import environment
 from toolkit.recipe.sections import Recipe
 from toolkit.sessions.preflight import check
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show what a run of the recipe would train on."""
     console = Console(stderr=args.json)
-    recipe = check(read_recipe(args), launchers.environment(), console.print)
+    recipe = check(read_recipe(args), environment.environment(), console.print)
     with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
         from toolkit.runtime.data.load import load_data
         from toolkit.runtime.models.input_spec import takes
@@ -98,7 +98,7 @@ def _show_sample(console: Console, loaded: Loaded, number: int) -> None:
     """One sample as text: what the loss counts is bright, the rest is dim."""
     import numpy as np
 
-    from toolkit.runtime.data.samples_protocol import IGNORE
+    from toolkit.runtime.models.micro_batch import IGNORE
 
     micro = loaded.train.batch(np.array([number]))
     counted = micro.counted

@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.errors import BadInput
-from toolkit.launching import launchers
-from toolkit.launching.machine_checks import ALL, Finding, Site, examine
-
-COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+from toolkit.launching import environment
+from toolkit.launching.machine_checks import ALL, Site, examine
+from toolkit.reports.findings import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,22 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing is in the way, 1 if something must be fixed."""
-    site = Site(args.output, launchers.environment(), read_hosts(args.hostfile) if args.hostfile else ())
+    site = Site(args.output, environment.environment(), read_hosts(args.hostfile) if args.hostfile else ())
     findings = examine(site, ALL)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         show(findings, Console())
     return int(any(finding.level == "error" for finding in findings))
-
-
-def show(findings: list[Finding], console: Console) -> None:
-    """One line a finding, and its fix."""
-    for finding in findings:
-        console.print(f"[{COLOURS[finding.level]}]{finding.level:8}[/]", end="")
-        console.print(f"{finding.check}: {finding.what}", markup=False, highlight=False, soft_wrap=True)
-        if finding.fix:
-            console.print(f"        fix: {finding.fix}", markup=False, highlight=False, soft_wrap=True)
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:

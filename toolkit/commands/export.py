@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.checkpoints import store
-from toolkit.checkpoints.format import MANIFEST
-from toolkit.errors import BadInput
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +26,3 @@ def run(args: argparse.Namespace) -> int:
     recipe = export(checkpoint, args.out, merge=args.merge, trust_remote_code=args.trust_remote_code)
     print(f"{checkpoint} → {args.out} ({recipe.model.precision})")
     return 0
-
-
-def newest(given: Path) -> Path:
-    """A checkpoint's own path, or the newest of a run directory."""
-    if (given / MANIFEST).is_file():
-        return given
-    for root in (RunDir(given).checkpoints, given):
-        found = store.steps(root)
-        if found:
-            return store.path_of(root, found[0])
-    raise BadInput(str(given), "holds no checkpoint; give a checkpoint or a run directory that has some")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
+from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.recipe.file import dump_recipe
 from toolkit.reports.plan_page import render
-from toolkit.sessions.resolve import resolve
+from toolkit.reports.plan_table import show_decision, show_notes
+from toolkit.sessions.resolve import all_notes, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

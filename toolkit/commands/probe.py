@@ -9,10 +9,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from toolkit.clusters.device_names import find_device, nearest_names
-from toolkit.cost.probe_fit import cluster_yaml
+from toolkit.clusters.devices import find_device, nearest_names
+from toolkit.cost.calibration import cluster_yaml
 from toolkit.errors import BadInput
-from toolkit.launching import launchers
+from toolkit.launching import environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, then write or print."""
+    from toolkit.runtime.machine.network import describe, device_count
     from toolkit.runtime.machine.probe import Measured, measure, measure_job
-    from toolkit.runtime.machine.topology import describe, device_count
 
     if args.nproc is not None and args.nproc < 1:
         raise BadInput("--nproc", f"{args.nproc} given; at least 1 is required")
     if not args.seconds > 0:
         raise BadInput("--seconds", f"{args.seconds:g} given; more than 0 is required")
-    job = launchers.job_place()
+    job = environment.job_place()
     console = Console(stderr=True, quiet=job is not None and job.rank > 0)
     if job is not None and args.nproc is not None:
         raise BadInput("--nproc", "the launcher has started the processes of this job; leave it out")

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.errors import BadInput
-from toolkit.launching.launchers import environment
+from toolkit.launching.environment import environment
 from toolkit.secrets import secrets_in
 
 

@@ -9,17 +9,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit.commands.common import positive, show_decision
+from toolkit.commands.common import (
+    add_host_arguments,
+    add_island_arguments,
+    add_restart_argument,
+    positive,
+    read_hosts,
+    read_part,
+)
 from toolkit.errors import BadInput
-from toolkit.launching import launchers
+from toolkit.launching import environment, launchers
 from toolkit.recipe.file import load_recipe
+from toolkit.reports.plan_table import show_decision
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import ray
-from toolkit.sessions.async_islands import add_island_arguments, read_part
-from toolkit.sessions.hosts import add_host_arguments, on_hosts, read_hosts
+from toolkit.sessions.hosts import on_hosts
 from toolkit.sessions.preflight import check
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.start import add_restart_argument, start
+from toolkit.sessions.start import start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(str(args.run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
     console = Console()
     recipe = load_recipe(directory.recipe, ["checkpoint.resume=auto", *args.overrides])
-    recipe = check(recipe, launchers.environment(), console.print)
+    recipe = check(recipe, environment.environment(), console.print)
     hosts = read_hosts(args)
     if hosts:
         recipe = on_hosts(replace(recipe, cluster="auto"), hosts)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from toolkit.commands.common import positive
-from toolkit.commands.export import newest
+from toolkit.run_dir.layout import newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
 from toolkit.plans.job import make_job
 from toolkit.plans.noise_scale import advice
-from toolkit.reports.plan_page import fill
+from toolkit.reports.template import fill
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.scaling import parse_devices, scaling
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput(str(args.out), "already exists and is not empty; choose another directory")
     if data_files(args.path) is None:
         raise BadInput(args.path, "no such file or directory; a tokenizer is learned from local text")
-    from toolkit.runtime.corpus.train_bpe import train_tokenizer
+    from toolkit.runtime.corpus.tokenizer import train_tokenizer
 
     learned = train_tokenizer(args.path, args.text_column, args.vocab, args.out)
     print(f"{learned.tokens:,} tokens, {learned.bytes_per_token:.2f} bytes of the text each → {args.out}")

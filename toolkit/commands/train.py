@@ -9,16 +9,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit.commands.common import add_recipe_arguments, all_notes, read_recipe, show_decision, show_notes
-from toolkit.launching import launchers
+from toolkit.commands.common import (
+    add_host_arguments,
+    add_island_arguments,
+    add_recipe_arguments,
+    add_restart_argument,
+    read_hosts,
+    read_part,
+    read_recipe,
+)
+from toolkit.launching import environment, launchers
 from toolkit.recipe.file import dump_recipe
+from toolkit.reports.plan_table import show_decision, show_notes
 from toolkit.run_dir.layout import new_run_path
 from toolkit.sessions import ray
-from toolkit.sessions.async_islands import add_island_arguments, read_part
-from toolkit.sessions.hosts import add_host_arguments, check_launcher, on_hosts, planned_commands, read_hosts
+from toolkit.sessions.hosts import check_launcher, on_hosts, planned_commands
 from toolkit.sessions.preflight import check, prove
-from toolkit.sessions.resolve import Resolved, proven, resolve
-from toolkit.sessions.start import add_restart_argument, start
+from toolkit.sessions.resolve import Resolved, all_notes, proven, resolve
+from toolkit.sessions.start import start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile."""
-    console, env = Console(), launchers.environment()
+    console, env = Console(), environment.environment()
     hosts, part = read_hosts(args), read_part(args)
     recipe = on_hosts(check(read_recipe(args), env, console.print), hosts)
     if args.launcher == ray.LAUNCHER:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from toolkit.cost import collectives
+from toolkit.clusters.cluster import Cluster
 from toolkit.cost.calibration import Calibration
-from toolkit.cost.collectives import Group
 from toolkit.cost.execution import Execution
 from toolkit.cost.operators import LayerCost
 
@@ -31,12 +31,10 @@ def tensor_seconds(e: Execution, cal: Calibration) -> tuple[float, float]:
     """Tensor parallel: two all-reduces (or gather and scatter pairs) a layer and pass; forward and backward."""
     if e.tp == 1:
         return 0.0, 0.0
-    where = collectives.group(e.cluster, e.tp, 1)
+    where = group(e.cluster, e.tp, 1)
     size = e.element_bytes * e.slice.tokens * e.model.hidden
-    if e.residual_shards:
-        one = 2 * collectives.gather(size, where, e.cluster, cal)
-    else:
-        one = collectives.all_reduce(size, where, e.cluster, cal)
+    pair = 2 * gather(size, where, e.cluster, cal)
+    one = pair if e.residual_shards else all_reduce(size, where, e.cluster, cal)
     forward = 2 * one * (cal.tp_exposed if e.software.tp_overlap else 1.0)
     return forward, forward * (BACKWARD_GATHER if e.residual_shards else 1.0)
 
@@ -46,15 +44,15 @@ def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
     model, tokens = e.model, e.slice.tokens
     total = 0.0
     if e.cp > 1:
-        where = collectives.group(e.cluster, e.cp, e.tp)
+        where = group(e.cluster, e.cp, e.tp)
         keys = 2 * e.element_bytes * tokens * model.kv_heads * model.head_dim / e.tp
-        ring = collectives.gather(keys * e.cp, where, e.cluster, cal)
+        ring = gather(keys * e.cp, where, e.cluster, cal)
         again = 1 + e.recompute.attention
         total += exposed(cost.forward.attention, ring, cal) * again + exposed(cost.backward.attention, 2 * ring, cal)
     if e.sp > 1:
-        where = collectives.group(e.cluster, e.sp, e.tp)
+        where = group(e.cluster, e.sp, e.tp)
         heads = (2 * model.heads + 2 * max(model.kv_heads, e.sp)) * model.head_dim / e.tp
-        one = collectives.all_to_all(e.element_bytes * tokens * heads / 4, where, e.cluster, cal)
+        one = all_to_all(e.element_bytes * tokens * heads / 4, where, e.cluster, cal)
         total += 4 * one * (2 + e.recompute.traffic)
     return total
 
@@ -63,9 +61,9 @@ def expert_seconds(e: Execution, cal: Calibration) -> float:
     """Tokens to their experts and back, forward and backward."""
     if e.ep == 1:
         return 0.0
-    where = collectives.group(e.cluster, e.ep, e.tp)
+    where = group(e.cluster, e.ep, e.tp)
     size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden
-    return 2 * (2 + e.recompute.traffic) * collectives.all_to_all(size, where, e.cluster, cal)
+    return 2 * (2 + e.recompute.traffic) * all_to_all(size, where, e.cluster, cal)
 
 
 def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibration) -> float:
@@ -80,9 +78,9 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
         e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params / e.software.zero_link_share
     )
     grads = _grad_bytes(e) * params * e.trained_share / e.software.zero_link_share
-    first = collectives.gather(weights, wide, e.cluster, cal, messages)
-    back = collectives.gather(weights, shard, e.cluster, cal, messages)
-    back += collectives.gather(grads, wide, e.cluster, cal, messages)
+    first = gather(weights, wide, e.cluster, cal, messages)
+    back = gather(weights, shard, e.cluster, cal, messages)
+    back += gather(grads, wide, e.cluster, cal, messages)
     if not e.software.dp_overlap:
         return first + back
     return exposed(forward, first, cal) + exposed(backward, back, cal)
@@ -109,15 +107,15 @@ def pipeline_seconds(e: Execution, cal: Calibration) -> float:
     between = e.cluster.devices // e.pp >= e.cluster.devices_per_node
     scattered = e.residual_shards or e.chunks > 1  # Megatron sends a part from every tensor-parallel rank
     size = e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
-    one = collectives.send(size, between_nodes=between, cluster=e.cluster, cal=cal)
+    one = send(size, between_nodes=between, cluster=e.cluster, cal=cal)
     rounds = (e.grad_accum + (e.pp - 1) / e.chunks) * 2 * e.chunks
     return rounds * one * (cal.interference if e.software.pp_overlap else 1.0)
 
 
 def _groups(e: Execution) -> tuple[Group, Group]:
     """All replicas, and those that hold one full set of sharded states."""
-    whole = collectives.group(e.cluster, e.replicas, e.tp)
-    return whole, collectives.group(e.cluster, min(e.zero_group, e.replicas), e.tp)
+    whole = group(e.cluster, e.replicas, e.tp)
+    return whole, group(e.cluster, min(e.zero_group, e.replicas), e.tp)
 
 
 def _grad_bytes(e: Execution) -> float:
@@ -132,14 +130,14 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     if e.zero_stage == 3 and e.pp == 1:
         return _between_groups(e, grads, window, cal)
     if e.zero_stage == 0:
-        collective = collectives.hierarchical if e.hierarchical else collectives.all_reduce
+        collective = hierarchical if e.hierarchical else all_reduce
         reduce, collect = collective(grads, whole, e.cluster, cal), 0.0
     elif e.zero_group < e.replicas:
-        reduce = collectives.all_reduce(grads, whole, e.cluster, cal)
-        collect = collectives.gather(weights, shard, e.cluster, cal, collectives.buckets(weights))
+        reduce = all_reduce(grads, whole, e.cluster, cal)
+        collect = gather(weights, shard, e.cluster, cal, buckets(weights))
     else:
-        reduce = collectives.gather(grads, whole, e.cluster, cal, collectives.buckets(grads))
-        collect = collectives.gather(weights, whole, e.cluster, cal, collectives.buckets(weights))
+        reduce = gather(grads, whole, e.cluster, cal, buckets(grads))
+        collect = gather(weights, whole, e.cluster, cal, buckets(weights))
     rounds = e.grad_accum if e.reduces_every_micro_batch else 1
     if not e.software.dp_overlap:
         return rounds * reduce + collect
@@ -152,8 +150,8 @@ def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration
         return 0.0
     copies = e.replicas // e.zero_group
     stride = e.tp * e.zero_group
-    where = collectives.group(e.cluster, copies, stride)
-    one = collectives.all_reduce(grads / e.zero_group, where, e.cluster, cal)
+    where = group(e.cluster, copies, stride)
+    one = all_reduce(grads / e.zero_group, where, e.cluster, cal)
     return exposed(window.backward, one, cal) if e.software.dp_overlap else one
 
 
@@ -161,12 +159,115 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     """Islands exchange their weights every `local_steps` steps, at once or behind steps of the next round."""
     if e.islands == 1:
         return 0.0
-    where = collectives.group(e.cluster, e.islands, e.cluster.devices // e.islands)
+    where = group(e.cluster, e.islands, e.cluster.devices // e.islands)
     # Masters, in fp32 or in blocks of 256 with a scale; ranks of an island share the work.
     bytes_each = 4 if e.exchange_bits == 32 else e.exchange_bits / 8 + 4 / 256
     size = bytes_each * stage_params(e) * e.trained_share / e.dp
-    seconds = collectives.all_reduce(size, where, e.cluster, cal)
+    seconds = all_reduce(size, where, e.cluster, cal)
     if e.exchange_hidden:
         behind = e.exchange_delay_steps or e.local_steps
         seconds = exposed(behind * e.grad_accum * (window.forward + window.backward), seconds, cal)
     return seconds / e.local_steps
+
+
+IN_SWITCH_GAIN = 1.3
+"""All-reduce with reduction in the switch over without: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
+BUCKET_BYTES = 500e6
+"""Large transfers go in buckets of about this size; each pays the start-up again (DeepSpeed's default)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Where the ranks of one collective sit."""
+
+    ranks: int
+    per_node: int
+    """Ranks of the group on one node."""
+    sites: int = 1
+    """Sites that the group spans."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return max(1, math.ceil(self.ranks / self.per_node))
+
+
+def group(cluster: Cluster, ranks: int, stride: int) -> Group:
+    """Ranks that lie `stride` devices apart."""
+    per_node = cluster.devices_per_node // max(1, stride)
+    sites = math.ceil(ranks * stride / cluster.devices_per_site) if cluster.sites > 1 else 1
+    return Group(ranks, max(1, min(ranks, per_node)), min(ranks, sites))
+
+
+def all_reduce(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
+    """Every rank ends with the sum of `size` bytes."""
+    if where.ranks <= 1 or size <= 0:
+        return 0.0
+    switch = cluster.device.in_switch_reduction and where.nodes == 1 and where.ranks >= 8
+    rate = bandwidth(where, cluster, cal) * (IN_SWITCH_GAIN if switch else 1.0)
+    return _startup(where, cluster, cal) + _transfer(2.0 * (where.ranks - 1) / where.ranks, size, rate, cal)
+
+
+def hierarchical(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
+    """All-reduce in three parts: scattered inside every node, shards between nodes, gathered inside."""
+    inside = Group(where.per_node, where.per_node)
+    between = Group(where.nodes, 1, where.sites)
+    shards = all_reduce(size / where.per_node, between, cluster, cal)
+    return 2 * gather(size, inside, cluster, cal) + shards
+
+
+def gather(size: float, where: Group, cluster: Cluster, cal: Calibration, messages: int = 1) -> float:
+    """All-gather or reduce-scatter of `size` bytes in full: a ring, each message of which passes every rank in turn."""
+    if where.ranks <= 1 or size <= 0:
+        return 0.0
+    hops = messages * (where.ranks - 1) * cal.ring_hop * cluster.inter_latency_seconds if where.nodes > 1 else 0.0
+    wire = (where.ranks - 1) / where.ranks
+    startup = messages * _startup(where, cluster, cal)
+    return startup + hops + _transfer(wire, size, bandwidth(where, cluster, cal), cal)
+
+
+def buckets(size: float) -> int:
+    """Messages that a large transfer is cut into."""
+    return max(1, round(size / BUCKET_BYTES))
+
+
+def all_to_all(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
+    """Every rank sends an equal part of its `size` bytes to every other rank."""
+    if where.ranks <= 1 or size <= 0:
+        return 0.0
+    inside = (where.per_node - 1) / where.ranks * size / (cluster.intra_bytes_per_second * cal.intra)
+    outside = (where.ranks - where.per_node) / where.ranks * size / (cluster.inter_bytes_per_second * cal.inter)
+    return _startup(where, cluster, cal) + inside + outside
+
+
+def send(size: float, *, between_nodes: bool, cluster: Cluster, cal: Calibration) -> float:
+    """One rank to another."""
+    if between_nodes:
+        return cluster.inter_latency_seconds / 2 + size / (cluster.inter_bytes_per_second * cal.inter)
+    return cluster.latency_seconds / 2 + size / (cluster.intra_bytes_per_second * cal.intra)
+
+
+def bandwidth(where: Group, cluster: Cluster, cal: Calibration) -> float:
+    """Bytes a second through the slowest cut of the ring: the links inside a node, or the group's share of its NICs."""
+    inside = cluster.intra_bytes_per_second * cal.intra
+    if where.nodes == 1:
+        return inside
+    between = min(inside, where.per_node * cluster.inter_bytes_per_second * cal.inter)
+    if where.sites == 1:
+        return between
+    return min(between, where.ranks / where.sites * cluster.site_bytes_per_second / cluster.devices_per_site)
+
+
+def _startup(where: Group, cluster: Cluster, cal: Calibration) -> float:
+    if where.nodes == 1:
+        return cal.rank_latency * where.ranks * cluster.latency_seconds
+    between = cluster.inter_latency_seconds * (1.0 + cal.node_latency * math.log2(where.nodes / 2))
+    return between + (cluster.site_latency_seconds if where.sites > 1 else 0.0)
+
+
+def _transfer(wire: float, size: float, rate: float, cal: Calibration) -> float:
+    """Time on the wire; messages that are short for the rate don't reach it."""
+    if rate <= 0:
+        return math.inf
+    half = cal.ramp_seconds * rate
+    return wire * (size + half * (1.0 - math.exp(-size / half))) / rate

@@ -9,8 +9,7 @@ from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
 from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
-from toolkit.plans.compression import ONE_BIT_BYTES
-from toolkit.plans.plan import Job, Plan
+from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
 COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")

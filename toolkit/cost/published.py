@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.device_names import find_device
-from toolkit.clusters.devices import GB, Device
+from toolkit.clusters.devices import GB, Device, find_device
 from toolkit.cost.execution import RECOMPUTE, Execution, Recompute
 from toolkit.cost.software import software_of
 from toolkit.errors import BadInput, Problem

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
 
 

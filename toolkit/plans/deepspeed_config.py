@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Reduce
+from toolkit.recipe.schedules import scaled_lr
 from toolkit.recipe.sections import Train
 
 NEVER = 2**31 - 1
@@ -59,15 +60,6 @@ def _reduction(section: Reduce) -> dict[str, Any]:
     if section.dtype is not None:
         config["communication_data_type"] = section.dtype
     return config
-
-
-def scaled_lr(train: Train) -> float:
-    """The peak learning rate after batch scaling."""
-    if train.lr_scaling == "none":
-        return train.lr
-    assert train.base_batch is not None
-    ratio = train.global_batch / train.base_batch
-    return train.lr * (ratio if train.lr_scaling == "linear" else ratio**0.5)
 
 
 def _optimizer(plan: Plan, train: Train) -> dict[str, Any]:

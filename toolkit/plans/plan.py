@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.models.spec import ModelSpec
 from toolkit.recipe.batch_sections import Reduce
-
-OFFLOADS = ("none", "cpu", "nvme", "cpu_params", "nvme_params")
-RECOMPUTES = ("none", "selective", "full")
-ZERO_VARIANTS = ("plain", "hpz", "mics")
-ZERO_QUANTIZED = ("none", "weights", "gradients", "both")
-TENSOR_BY = ("slices", "autotp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +138,6 @@ class Plan:
         return " · ".join([name, *axes])
 
 
-AXES = tuple(f.name for f in fields(Plan) if f.name not in ("strategy", "precision"))
-"""What a recipe may fix under `strategy`."""
-
-
 @dataclass(frozen=True)
 class Refusal:
     """A plan, or a whole strategy, that can't be used, and why."""
@@ -155,3 +145,9 @@ class Refusal:
     strategy: str
     reason: str
     plan: Plan | None = None
+
+
+BLOCK = 2048
+"""Elements that share one scale: small enough that layers of different size do not drown each other."""
+ONE_BIT_BYTES = 1 / 8 + 4 / BLOCK
+"""Of an element: its sign, and its part of an fp32 scale."""

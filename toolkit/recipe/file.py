@@ -17,7 +17,7 @@ from toolkit.recipe.data_checks import data_faults, task_of
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, Strategy, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
-from toolkit.secrets_guard import secret_faults
+from toolkit.secrets import secret_faults
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)=(.*)", re.DOTALL)

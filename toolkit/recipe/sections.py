@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from toolkit.plans.plan import AXES
+from toolkit.recipe.axes import Offload, Recompute, TensorBy, ZeroQuantized, ZeroVariant
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
 from toolkit.recipe.schema import number
@@ -182,11 +182,11 @@ class Strategy:
     """What ZeRO shards: 1 optimizer states, 2 + gradients, 3 + parameters."""
     zero_group: int | None = number(None, least=1)
     """Ranks that hold one full set of sharded states."""
-    zero_variant: Literal["plain", "hpz", "mics"] | None = None
+    zero_variant: ZeroVariant | None = None
     """How a smaller `zero_group` is made: ZeRO++ hpZ or MiCS."""
-    zero_quantized: Literal["none", "weights", "gradients", "both"] | None = None
+    zero_quantized: ZeroQuantized | None = None
     """ZeRO++ quantised traffic."""
-    offload: Literal["none", "cpu", "nvme", "cpu_params", "nvme_params"] | None = None
+    offload: Offload | None = None
     """Optimizer states on the host's memory or disk; `*_params`: parameters too."""
     nvme_path: str | None = None
     """Directory on the fast disk, for `nvme` offload."""
@@ -194,9 +194,9 @@ class Strategy:
     """Sequences that one replica computes at a time."""
     grad_accum: int | None = number(None, least=1)
     """Micro-batches a step."""
-    recompute: Literal["none", "selective", "full"] | None = None
+    recompute: Recompute | None = None
     """Which activations are computed again in the backward pass."""
-    tensor_by: Literal["slices", "autotp"] | None = None
+    tensor_by: TensorBy | None = None
     """Who cuts matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
     islands: int | None = number(None, least=1)
     """Groups that synchronise every `local_steps` steps."""
@@ -208,6 +208,10 @@ class Strategy:
     def fixed(self) -> dict[str, Any]:
         """The axes that are given: plan field → value."""
         return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+
+
+AXES = tuple(f.name for f in fields(Strategy) if f.name not in ("name", "nvme_path"))
+"""Axes of a plan that a recipe may fix under `strategy`: the fields of `Plan` but its strategy and precision."""
 
 
 @dataclass(frozen=True, kw_only=True)

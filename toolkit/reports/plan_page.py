@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from toolkit.planner.search import Decision, Option, limits
-from toolkit.plans.plan import AXES, Job, Plan
+from toolkit.plans.plan import Job, Plan
+from toolkit.recipe.sections import AXES
+from toolkit.reports.template import fill
 
-PAGES = Path(__file__).resolve().parent / "pages"
 SHOWN = 200
 """Plans on the page."""
 
@@ -32,12 +31,6 @@ def render(decision: Decision, job: Job, recipe_text: str) -> str:
         ],
     }
     return fill("plan.html", data)
-
-
-def fill(page: str, data: dict[str, Any]) -> str:
-    """A page with its data; `<` is escaped so that no text in it can end the script element."""
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
-    return (PAGES / page).read_text(encoding="utf-8").replace("__DATA__", text)
 
 
 def _subtitle(decision: Decision, job: Job) -> str:

@@ -14,8 +14,8 @@ import yaml
 from toolkit.errors import BadInput
 from toolkit.reports import figures
 from toolkit.reports.downsample import extremes, means
-from toolkit.reports.plan_page import fill
 from toolkit.reports.reader import Run
+from toolkit.reports.template import fill
 from toolkit.run_dir.step_parts import PARTS
 from toolkit.secrets import redact
 

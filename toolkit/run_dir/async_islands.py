@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import store
+from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.run_dir import layout
-from toolkit.run_dir.async_progress import Chunks
 from toolkit.run_dir.layout import RunDir
 
 
@@ -126,3 +127,80 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+MAILBOX, ISLAND = "TOOLKIT_MAILBOX", "TOOLKIT_ISLAND"
+"""Environment variables: `host:port`, and `island/islands/founder`."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One island among several."""
+
+    host: str
+    port: int
+    island: int
+    islands: int
+    founder: int = 0
+    """Whose state all begin with."""
+
+    def env(self) -> dict[str, str]:
+        """For its workers."""
+        return {MAILBOX: f"{self.host}:{self.port}", ISLAND: f"{self.island}/{self.islands}/{self.founder}"}
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Membership | None:
+        """None: the run has no mailbox."""
+        if MAILBOX not in env:
+            return None
+        host, port = parse_address(env[MAILBOX])
+        return cls(host, port, *(int(word) for word in env[ISLAND].split("/")))
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`host:port`."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise BadInput("--mailbox", f"{text!r} given; HOST:PORT is required, as `toolkit mailbox` prints it")
+    return host, int(port)
+
+
+BELOW, BEYOND = "chunks_below", "chunk."
+"""Names in a checkpoint's counters: all chunks below a number are done, and these beyond it."""
+
+
+@dataclass
+class Chunks:
+    """Chunks whose changes are in the weights; a chunk is the steps of one round, counted over all islands."""
+
+    below: int = 0
+    """All with smaller numbers are done."""
+    beyond: set[int] = field(default_factory=set)
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk < self.below or chunk in self.beyond
+
+    def __len__(self) -> int:
+        return self.below + len(self.beyond)
+
+    def add(self, chunk: int) -> None:
+        """One more is done."""
+        assert chunk not in self, f"chunk {chunk} is done twice"
+        self.beyond.add(chunk)
+        while self.below in self.beyond:
+            self.beyond.remove(self.below)
+            self.below += 1
+
+    def missing(self, end: int) -> Iterable[int]:
+        """Those before `end` that are not done."""
+        return [chunk for chunk in range(self.below, end) if chunk not in self.beyond]
+
+    def counters(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {BELOW: self.below, **{f"{BEYOND}{chunk}": 1 for chunk in sorted(self.beyond)}}
+
+    @classmethod
+    def of(cls, counters: Mapping[str, float]) -> Chunks:
+        """From a checkpoint."""
+        beyond = {int(name.removeprefix(BEYOND)) for name in counters if name.startswith(BEYOND)}
+        return cls(int(counters.get(BELOW, 0)), beyond)

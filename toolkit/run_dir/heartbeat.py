@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 BEAT_SECONDS = 0.5
-_COLLECTIVES = re.compile(
-    r"File \"[^\"]*(?:distributed|deepspeed/comm)[^\"]*\", line \d+ in "
-    r"(all_reduce\w*|all_gather\w*|reduce_scatter\w*|reduce|broadcast\w*|barrier|all_to_all\w*|send|recv|gather\w*|wait)\b"
-)
 _LOST = re.compile(
     r"closed by peer|connection reset|broken pipe|connection refused|socket|gloo|nccl|store", re.IGNORECASE
 )
@@ -70,36 +65,6 @@ def read_all(directory: Path) -> dict[int, Beat]:
             continue
         beats[beat.rank] = beat
     return beats
-
-
-def collective_of(stack: str) -> str:
-    """The collective that a dumped stack waits in; empty if it is in none."""
-    match = _COLLECTIVES.search(stack)
-    return match[1] if match else ""
-
-
-def main_stack(dump: str) -> str:
-    """The part of a dump that is the worker's own thread: the last one that entered through the worker."""
-    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", dump)
-    own = [thread for thread in threads if "toolkit/worker.py" in thread]
-    return own[-1] if own else ""
-
-
-def place_of(stack: str) -> str:
-    """The innermost line of a stack, as `file:line in function`."""
-    match = re.search(r'File "([^"]+)", line (\d+) in (\S+)', stack)
-    return f"{match[1]}:{match[2]} in {match[3]}" if match else "an unknown place"
-
-
-def culprits(stopped: Iterable[int], waiting: dict[int, str], beats: dict[int, Beat]) -> list[int]:
-    """Which ranks hold the others up: those that are stopped; else those in no collective; else those behind."""
-    found = sorted(stopped)
-    if not found:
-        found = sorted(rank for rank, collective in waiting.items() if not collective)
-    if not found and beats:
-        least = min(beat.progress for beat in beats.values())
-        found = sorted(rank for rank, beat in beats.items() if beat.progress == least)
-    return found
 
 
 def moved(before: dict[int, Beat], after: dict[int, Beat]) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import store
+from toolkit.checkpoints.format import MANIFEST
 from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe, load_recipe
@@ -182,3 +183,14 @@ def _order(run: RunDir) -> Order:
         memory_limit_bytes=plan.get("memory_limit_bytes", 0),
         link_bytes_per_second=plan.get("link_bytes_per_second", 0.0),
     )
+
+
+def newest(given: Path) -> Path:
+    """A checkpoint's own path, or the newest of a run directory."""
+    if (given / MANIFEST).is_file():
+        return given
+    for root in (RunDir(given).checkpoints, given):
+        found = store.steps(root)
+        if found:
+            return store.path_of(root, found[0])
+    raise BadInput(str(given), "holds no checkpoint; give a checkpoint or a run directory that has some")

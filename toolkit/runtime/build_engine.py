@@ -10,13 +10,14 @@ import torch
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
-from toolkit.recipe.lr_schedule import Schedule
+from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Model, Train
-from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.engine.noise_meter import NoiseMeter
-from toolkit.runtime.engine.replica import Engine, ReplicaEngine
+from toolkit.runtime.engine.gradient_norm import NoiseMeter
+from toolkit.runtime.engine.protocol import Engine
+from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_engine import Member
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.models.build import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton

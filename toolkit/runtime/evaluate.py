@@ -19,13 +19,14 @@ from toolkit.runtime.between_steps import CheckpointKeeper, Moving
 from toolkit.runtime.checkpoint.saver import Saver
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.sample_order import PAST_END
-from toolkit.runtime.data.samples_protocol import Samples
-from toolkit.runtime.engine.replica import Engine, Sums
+from toolkit.runtime.data.samples import Samples
+from toolkit.runtime.engine.protocol import Engine, Sums
 from toolkit.runtime.loop import Keeper
 from toolkit.runtime.metrics.comm_timer import CommTimer
-from toolkit.runtime.metrics.record import Recorder, keep_until
 from toolkit.runtime.metrics.step_clock import part
-from toolkit.runtime.sinks.wandb import WandbSink
+from toolkit.runtime.sinks.local_files import keep_until
+from toolkit.runtime.sinks.recorder import Recorder
+from toolkit.runtime.sinks.wandb_sink import WandbSink
 
 
 @dataclass(kw_only=True)

@@ -11,40 +11,42 @@ from typing import IO, Any
 from toolkit.errors import LossNotFinite, Preempted
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.plans.noise_scale import NoiseScale
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe
-from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.async_islands import Membership
 from toolkit.run_dir.layout import Order as RunOrder
 from toolkit.run_dir.layout import RunDir
 from toolkit.run_dir.predicted_vs_measured import compare_memory
 from toolkit.runtime.between_steps import CheckpointKeeper, Moving, RoundKeeper
 from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint import saver as checkpoint
 from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.prefetch import Share
-from toolkit.runtime.data.sample_order import Order
-from toolkit.runtime.data.samples_protocol import Samples
+from toolkit.runtime.data.sample_order import Order, taken
+from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.data.streaming import Streamed
-from toolkit.runtime.data.taken import taken
 from toolkit.runtime.distributed.process_group import World, gather_objects, host_group
 from toolkit.runtime.distributed.rank_zero_first import Ranks
-from toolkit.runtime.engine.replica import Engine
+from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.evaluate import EvaluatingKeeper, make_evaluator
 from toolkit.runtime.islands.async_engine import Member, Waits
-from toolkit.runtime.loop import Observer, Spike, SpikeGuard, train
+from toolkit.runtime.loop import train
 from toolkit.runtime.machine.counters import make_counters
 from toolkit.runtime.metrics import comm_timer
 from toolkit.runtime.metrics.comm_timer import CommTimer
 from toolkit.runtime.metrics.memory import MemoryMeter
-from toolkit.runtime.metrics.record import Recorder, keep_until
 from toolkit.runtime.metrics.step_breakdown import StepMeter
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.summary import Averages
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.metrics.trace import report as trace_report
 from toolkit.runtime.models.input_spec import takes
+from toolkit.runtime.observer import Observer
 from toolkit.runtime.sinks.build import load_own, make_sinks, sink_info
-from toolkit.runtime.spike_rewind import Rewind
+from toolkit.runtime.sinks.local_files import keep_until
+from toolkit.runtime.sinks.recorder import Recorder
+from toolkit.runtime.spike_rewind import Rewind, Spike, SpikeGuard
 
 
 @dataclass(frozen=True)
@@ -170,13 +172,13 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
 
 
 def _go_on(
-    recipe: Recipe, run: RunDir, world: World, engine: Engine, samples: Samples, order: Order, say: checkpoint.Say
+    recipe: Recipe, run: RunDir, world: World, engine: Engine, samples: Samples, order: Order, say: resume.Say
 ) -> tuple[int, Order]:
     """Steps already done, and where the data goes on: from a checkpoint, or from the start."""
-    reader = checkpoint.find(recipe.checkpoint, run.checkpoints, world, say)
+    reader = resume.find(recipe.checkpoint, run.checkpoints, world, say)
     if reader is None:
         return 0, order
-    found = checkpoint.resume(reader, engine.state, order, recipe, world)
+    found = resume.resume(reader, engine.state, order, recipe, world)
     if isinstance(samples, Streamed):
         say(samples.go_on(reader.state.get("stream")))
     return found
@@ -222,7 +224,7 @@ def _keeper(
     return CheckpointKeeper(**shared)
 
 
-def _speaker(world: World, console: IO[str]) -> checkpoint.Say:
+def _speaker(world: World, console: IO[str]) -> resume.Say:
     """Rank 0 speaks to the terminal and to its log; the others to theirs."""
 
     def say(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -14,12 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from toolkit.errors import BadInput, Preempted, RankFailed, ToolkitError
-from toolkit.launching import launchers
+from toolkit.launching import environment, launchers
 from toolkit.launching.hostfile import Host
 from toolkit.launching.launchers import Command, Node
 from toolkit.launching.stop_signals import forwarded
-from toolkit.run_dir.async_islands import furthest, gather, write_island
-from toolkit.run_dir.async_membership import Membership, parse_address
+from toolkit.run_dir.async_islands import Membership, furthest, gather, write_island
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.resolve import Resolved
 
@@ -34,23 +32,6 @@ class Part:
     """Where the islands meet; None: here."""
     island: int | None = None
     """The only one to start; None: all."""
-
-
-def add_island_arguments(parser: argparse.ArgumentParser) -> None:
-    """--mailbox and --island."""
-    parser.add_argument(
-        "--mailbox", metavar="HOST:PORT", help="with train.outer.mode=async: where `toolkit mailbox` listens"
-    )
-    parser.add_argument(
-        "--island", type=int, metavar="K", help="start this island only, counted from 0; with --mailbox"
-    )
-
-
-def read_part(args: argparse.Namespace) -> Part:
-    """From the command line."""
-    if (args.mailbox is None) != (args.island is None):
-        raise BadInput("--island", "--island and --mailbox go together: which island this is, and where all meet")
-    return Part(None if args.mailbox is None else parse_address(args.mailbox), args.island)
 
 
 def start(
@@ -108,7 +89,7 @@ def _commands(
     run: RunDir, member: Membership, ranks: int, first_local: int, local_size: int, backend: str
 ) -> list[Command]:
     """The workers of one island: a world of their own, on devices that are not those of the others."""
-    made = launchers.commands("local", run.path, ranks, backend, Node(processes=ranks, port=launchers.free_port()))
+    made = launchers.commands("local", run.path, ranks, backend, Node(processes=ranks, port=environment.free_port()))
     env = {**member.env(), "LOCAL_WORLD_SIZE": str(local_size)}
     return [
         Command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from toolkit import secrets
 from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.reader import check_here, of_nodes
 from toolkit.errors import BadInput
-from toolkit.launching import launchers
-from toolkit.launching.hostfile import Host, even_slots, read_hostfile
+from toolkit.launching import environment, launchers
+from toolkit.launching.hostfile import Host, even_slots
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir
@@ -30,29 +30,6 @@ if TYPE_CHECKING:
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
 """What pdsh may hand to the shells of other hosts as it is."""
-
-
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """--hostfile, --include and --exclude."""
-    parser.add_argument(
-        "--hostfile", type=Path, metavar="F", help="train on these hosts (`NAME slots=N` a line), reached by ssh"
-    )
-    parser.add_argument(
-        "--include", default="", metavar="HOSTS", help="only these of the hostfile: HOST@HOST:SLOT,SLOT"
-    )
-    parser.add_argument("--exclude", default="", metavar="HOSTS", help="all of the hostfile but these")
-
-
-def read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts to train on; none: this one."""
-    if args.hostfile is None:
-        given = [option for option in ("include", "exclude") if getattr(args, option)]
-        if given:
-            raise BadInput(f"--{given[0]}", "chooses from a hostfile; give --hostfile, too")
-        return ()
-    if args.nproc is not None:
-        raise BadInput("--nproc", "excludes --hostfile, whose slots say how many processes; choose some with --include")
-    return read_hostfile(args.hostfile, args.include, args.exclude)
 
 
 def on_hosts(recipe: Recipe, hosts: Sequence[Host]) -> Recipe:
@@ -73,7 +50,7 @@ def planned_commands(
         return {"this host": launchers.commands(launcher, path, cluster.devices, backend)}
     else:
         names = [host.name for host in hosts]
-    port = launchers.free_port()
+    port = environment.free_port()
     nodes = [
         launchers.Node(processes=each, port=port, address=names[0], index=index, count=len(names))
         for index in range(len(names))
@@ -152,8 +129,8 @@ def _check_pdsh(path: Path) -> None:
 
 def _write_deepspeed_files(run: RunDir, hosts: Sequence[Host], command: launchers.Command, console: Console) -> None:
     """Hosts and settings for DeepSpeed's launcher, which writes settings into command lines: so no secret is passed."""
-    exports = launchers.exported(launchers.environment(command))
-    secret = [name for name in exports if launchers.is_secret(name)]
+    exports = environment.exported(environment.environment(command.env))
+    secret = [name for name in exports if secrets.is_secret(name)]
     odd = [name for name, value in exports.items() if name not in secret and not _PLAIN.fullmatch(value)]
     lines = [f"{name}={value}\n" for name, value in exports.items() if name not in (*secret, *odd)]
     run.path.joinpath("hostfile").write_text(

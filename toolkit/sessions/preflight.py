@@ -35,7 +35,7 @@ def prove(section: Model, axes: Axes, env: Mapping[str, str]) -> Verdict:
     """The float64 twin's verdict, from a process of its own on the host: nothing here touches an accelerator."""
     question = json.dumps({"model": asdict(section), "axes": asdict(axes)})
     answer = subprocess.run(
-        [sys.executable, "-m", "toolkit.runtime.proofs.split_proof"],
+        [sys.executable, "-m", "toolkit.runtime.proofs"],
         input=question,
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.ray_nodes import resource_of, section_of
 from toolkit.clusters.reader import check_here
 from toolkit.errors import BadInput
-from toolkit.launching import launchers
+from toolkit.launching import environment
 from toolkit.launching.hostfile import Host
 from toolkit.recipe.sections import Recipe
 
@@ -29,7 +29,7 @@ def on_ray(recipe: Recipe, nproc: int | None, hosts: Sequence[Host]) -> Recipe:
         raise BadInput("--launcher", "ray is not installed here; pip install 'zero-toolkit[ray]'")
     if hosts:
         raise BadInput("--launcher", "ray excludes --hostfile: its cluster says which hosts there are; leave one out")
-    address = _address(launchers.environment())
+    address = _address(environment.environment())
     if not address or recipe.cluster != "auto":
         return recipe
     from toolkit.runtime.hosts import ray_cluster
@@ -40,10 +40,10 @@ def on_ray(recipe: Recipe, nproc: int | None, hosts: Sequence[Host]) -> Recipe:
 
 def fleet(cluster: Cluster) -> AbstractContextManager[Fleet]:
     """Agents on the nodes of the cluster at RAY_ADDRESS; without one, on a cluster of this host that ends with us."""
-    address = _address(launchers.environment())
+    address = _address(environment.environment())
     if not address:
         _check_alone(cluster)
-        launchers.set_own_ray()
+        environment.set_own_ray()
     from toolkit.runtime.hosts.ray_cluster import ray_fleet
 
     return ray_fleet(cluster, address)
@@ -51,7 +51,7 @@ def fleet(cluster: Cluster) -> AbstractContextManager[Fleet]:
 
 def num_nodes(cluster: Cluster, lost: Sequence[str]) -> int:
     """Nodes that could take a node's part of the plan, without those that were lost (Ray may not know it yet)."""
-    address = _address(launchers.environment())
+    address = _address(environment.environment())
     if not address:
         return 1
     from toolkit.runtime.hosts import ray_cluster

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from toolkit.checkpoints import store
 from toolkit.clusters.reader import of_nodes
-from toolkit.commands.doctor import show as show_findings
 from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, RankFailed
-from toolkit.launching import launchers
+from toolkit.launching import environment
 from toolkit.launching.hostfile import Host, even_slots
 from toolkit.launching.machine_checks import QUICK, Site, examine
+from toolkit.planner.search import Option
+from toolkit.reports.findings import show as show_findings
 from toolkit.run_dir.async_islands import goes_async
 from toolkit.run_dir.layout import RunDir
-from toolkit.sessions import async_islands, out_of_memory, ray
+from toolkit.sessions import async_islands, ray
 from toolkit.sessions.async_islands import Part
 from toolkit.sessions.hosts import launch_run
 from toolkit.sessions.resolve import Resolved, resolve
-
-
-def add_restart_argument(parser: argparse.ArgumentParser) -> None:
-    """--max-restarts."""
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="when a rank fails, go on from the last checkpoint, at most N times; a second failure without progress "
-        "takes fewer processes (default 0)",
-    )
 
 
 def start(
@@ -85,17 +75,17 @@ def start(
 
 def _leaner_or_stop(resolved: Resolved, run: RunDir, error: OutOfMemory, console: Console) -> Resolved:
     """The next plan if the recipe says so; else the error, with what was predicted and what to try."""
-    option = out_of_memory.leaner(resolved)
-    text = f"{error}\n{out_of_memory.explain(resolved, option, run)}"
+    option = leaner(resolved)
+    text = f"{error}\n{explain_out_of_memory(resolved, option, run)}"
     if option is None or resolved.recipe.train.on_oom != "replan":
         raise OutOfMemory(text) from None
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-    return out_of_memory.under(resolved, option)
+    return under(resolved, option)
 
 
 def _examine(path: Path, console: Console) -> None:
     """The quick checks of `toolkit doctor`; what is fine is not mentioned."""
-    findings = examine(Site(path, launchers.environment()), QUICK)
+    findings = examine(Site(path, environment.environment()), QUICK)
     show_findings([finding for finding in findings if finding.level != "ok"], console)
 
 
@@ -145,3 +135,54 @@ def _fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
     except (BadInput, NoPlanFits):
         raise error from None
     return candidate
+
+
+LESS = 0.9
+"""A plan is leaner if it needs at most this part of the memory: predictions are no finer."""
+GIB = 2**30
+
+
+def leaner(resolved: Resolved) -> Option | None:
+    """The fastest plan for the same devices that needs clearly less memory."""
+    chosen = resolved.chosen
+    limit = LESS * chosen.estimate.memory.total
+    same_devices = (o for o in resolved.decision.ranked if o.plan.devices == chosen.plan.devices)
+    return next((option for option in same_devices if option.estimate.memory.total <= limit), None)
+
+
+def under(resolved: Resolved, option: Option) -> Resolved:
+    """The same job under another plan; the recipe names it, so that resuming later finds it again."""
+    plan = option.plan
+    axes: dict[str, Any] = {"zero_stage": plan.zero_stage, "offload": plan.offload, "recompute": plan.recompute}
+    strategy = replace(
+        resolved.recipe.strategy, name=plan.strategy, micro_batch=plan.micro_batch, grad_accum=None, **axes
+    )
+    recipe = replace(resolved.recipe, strategy=strategy)
+    return replace(resolved, recipe=recipe, decision=replace(resolved.decision, chosen=option))
+
+
+def explain_out_of_memory(resolved: Resolved, option: Option | None, run: RunDir) -> str:
+    """Predicted parts beside the measured peak, and what to try."""
+    memory = resolved.chosen.estimate.memory
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(memory).items() if size and name != "host")
+    lines = [
+        f"out of memory under {resolved.chosen.plan.describe()}",
+        f"predicted: {memory.total / GIB:.2f} GiB of {resolved.chosen.estimate.memory_limit_bytes / GIB:.2f} ({parts})",
+        f"measured peak so far: {_measured(run)}",
+    ]
+    if option is None:
+        lines.append("no plan for these devices needs less; use more devices, a shorter data.seq_len, or offload")
+    else:
+        lines.append(
+            f"the next plan needs {option.estimate.memory.total / GIB:.2f} GiB: {option.plan.describe()}; "
+            "train.on_oom=replan goes on under it"
+        )
+    return "\n".join(lines)
+
+
+def _measured(run: RunDir) -> str:
+    try:
+        last = json.loads(run.metrics.read_text(encoding="utf-8").splitlines()[-1])
+        return f"{last['memory_bytes'] / GIB:.2f} GiB at step {last['step']}"
+    except (OSError, ValueError, KeyError, IndexError):
+        return "no step was finished"

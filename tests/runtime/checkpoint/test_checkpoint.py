@@ -16,7 +16,7 @@ from tests.conftest import Finished, Trainer
 from tests.helpers.self_killing import spike_at_step_9
 from toolkit.checkpoints import store
 from toolkit.checkpoints.format import canonical_json
-from toolkit.runtime.checkpoint import saver, writer
+from toolkit.runtime.checkpoint import resume, writer
 from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.supervision.warm_pool import enter_worker
@@ -67,7 +67,7 @@ def saved(run: Finished, step: int = SAVED) -> Path:
 
 def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """A worker that, right after loading, writes what it has loaded as a checkpoint beside the run."""
-    original = saver.resume
+    original = resume.resume
 
     def spy(reader: Any, state: Any, order: Any, recipe: Any, world: Any) -> Any:
         result = original(reader, state, order, recipe, world)
@@ -77,7 +77,7 @@ def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
         writer.write(root, reader.state["step"], found, documents, rank=world.rank, keep=9)
         return result
 
-    saver.resume = spy
+    resume.resume = spy
     enter_worker(argv, env)
 
 

@@ -18,8 +18,8 @@ from toolkit.runtime.corpus.formats import make_format
 from toolkit.runtime.corpus.tokenizer import Bytes, HuggingFace, Tokenizer
 from toolkit.runtime.data.dataset import Loaded
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.data.samples_protocol import IGNORE
 from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.models.micro_batch import IGNORE
 
 TAKES = Takes(vocab=300, num_labels=3, start=256)
 CHATML = (

@@ -15,11 +15,11 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.sources import read_rows
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.corpus.tokenizer import Bytes, load_tokenizer
-from toolkit.runtime.data.mixture import Mixed
+from toolkit.runtime.data.dataset import Mixed
 from toolkit.runtime.data.packing import cut
 from toolkit.runtime.data.sample_order import PAST_END, Order
-from toolkit.runtime.data.samples import Labelled, Padded, Stream, Synthetic
-from toolkit.runtime.data.samples_protocol import IGNORE, micro_batches
+from toolkit.runtime.data.samples import Labelled, Padded, Stream, Synthetic, micro_batches
+from toolkit.runtime.models.micro_batch import IGNORE
 
 
 def padded(documents: list[np.ndarray], seq_len: int) -> Padded:

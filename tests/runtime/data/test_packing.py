@@ -13,11 +13,10 @@ from toolkit.models import tiny_sizes
 from toolkit.recipe.sections import Data, Model
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.data.load import packing_of
-from toolkit.runtime.data.packing import BestFit, best_fit, cut
-from toolkit.runtime.data.packing_check import check_isolated
-from toolkit.runtime.data.samples_protocol import IGNORE
+from toolkit.runtime.data.packing import BestFit, best_fit, check_isolated, cut
 from toolkit.runtime.models.build import build_model
-from toolkit.runtime.models.tiny_config import tiny_of_type
+from toolkit.runtime.models.micro_batch import IGNORE
+from toolkit.runtime.models.tiny_models import tiny_of_type
 
 
 def lognormal_lengths() -> np.ndarray:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.conftest import Trainer
 from tests.helpers.recorded_order import missed_and_repeated, steps_of, stopping_at, strategy
 from toolkit.errors import Preempted
-from toolkit.runtime.data.sample_order import PAST_END, Order, Part, mixture, own_share
-from toolkit.runtime.data.taken import joined
+from toolkit.runtime.data.sample_order import PAST_END, Order, Part, joined, mixture, own_share
 
 WORLDS = (1, 2, 4, 8)
 

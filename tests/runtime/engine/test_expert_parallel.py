@@ -11,7 +11,7 @@ from tests.helpers.parallel import ONE, SGD, assert_same, model, run
 from tests.runtime.checkpoint.test_checkpoint import assert_equal, resume_and_copy
 from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
-from toolkit.runtime.models.tiny_config import tiny_of_type
+from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.sessions.parity import largest_difference
 
 

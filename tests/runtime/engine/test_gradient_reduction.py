@@ -13,7 +13,7 @@ from tests.helpers.parallel import ONE, SGD, STEPS, assert_same, batch, micro_ba
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Reduce
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.build_engine import Site, build_engine

@@ -12,12 +12,12 @@ from deepspeed.accelerator import get_accelerator
 from tests.helpers.parallel import ADAM, STEPS, batch, micro_batches, model
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model
 from toolkit.runtime.build_engine import Site, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.metrics.record import Record
-from toolkit.runtime.sinks.events import EventSink
+from toolkit.runtime.sinks.local_files import EventSink
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks
 
 PLANS = {

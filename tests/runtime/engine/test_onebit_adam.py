@@ -10,7 +10,7 @@ import torch
 from tests.conftest import Trainer
 from toolkit.checkpoints import store
 from toolkit.errors import BadInput
-from toolkit.plans.compression import BLOCK, ONE_BIT_BYTES
+from toolkit.plans.plan import BLOCK, ONE_BIT_BYTES
 from toolkit.runtime.engine.onebit_adam import compressed, expanded
 from toolkit.sessions.parity import largest_difference
 

@@ -24,8 +24,7 @@ from toolkit.cli import main
 from toolkit.launching.launchers import Command
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat
-from toolkit.run_dir.async_islands import gather
-from toolkit.run_dir.async_membership import parse_address
+from toolkit.run_dir.async_islands import gather, parse_address
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader

@@ -11,12 +11,11 @@ from tests.conftest import Trainer
 from tests.helpers.parallel import ONE, SGD, model, run
 from tests.runtime.checkpoint.test_checkpoint import assert_equal
 from toolkit.checkpoints import store
-from toolkit.commands.common import TOO_EARLY, all_notes
 from toolkit.errors import NoPlanFits
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.sessions.parity import largest_difference
-from toolkit.sessions.resolve import resolve
+from toolkit.sessions.resolve import TOO_EARLY, all_notes, resolve
 
 EVERY_STEP = Plan(strategy="local_sgd", islands=2, micro_batch=2, precision="fp32")
 AXES = ("strategy.name=local_sgd", "strategy.islands=2")

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from toolkit.clusters.reader import from_file
-from toolkit.cost.probe_fit import cluster_yaml
-from toolkit.launching import launchers
+from toolkit.cost.calibration import cluster_yaml
+from toolkit.launching import environment
+from toolkit.runtime.machine.network import describe
 from toolkit.runtime.machine.probe import COLLECTIVES, SIZES, measure
-from toolkit.runtime.machine.topology import describe
 
 
 def test_two_processes_measure_and_the_planner_reads_it(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_two_processes_measure_and_the_planner_reads_it(tmp_path: Path) -> None:
 
 def test_a_job_of_two_nodes_measures_inside_and_between_them(tmp_path: Path) -> None:
     """Two agents of torchrun on this host stand for two nodes."""
-    out, port = tmp_path / "job.yaml", launchers.free_port()
+    out, port = tmp_path / "job.yaml", environment.free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     meet = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     probe = ["-m", "toolkit", "probe", "--seconds", "0.02", "--out", str(out)]

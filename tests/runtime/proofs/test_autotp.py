@@ -12,8 +12,7 @@ import yaml
 from tests.helpers.parallel import ONE, assert_same, model, run
 from toolkit import cli
 from toolkit.plans.plan import Plan
-from toolkit.runtime.proofs.autotp_trial import try_autotp
-from toolkit.runtime.proofs.coverage import tiny_model
+from toolkit.runtime.proofs.coverage import tiny_model, try_autotp
 
 TWO = Plan(strategy="tensor_parallel", tp=2, zero_stage=1, micro_batch=4, precision="fp32", tensor_by="autotp")
 

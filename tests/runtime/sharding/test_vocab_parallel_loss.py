@@ -9,10 +9,10 @@ import torch
 
 from tests.conftest import TINY_LLAMA
 from toolkit.recipe.sections import Model
-from toolkit.runtime.data.samples_protocol import IGNORE
-from toolkit.runtime.engine.replica import summed_loss
+from toolkit.runtime.models.loss import summed_loss
+from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.parameter_shards import shares
-from toolkit.runtime.models.tiny_config import tiny_of_type
+from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.proofs.split_proof import thread_groups
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head, num_correct
 

@@ -18,9 +18,9 @@ from toolkit import cli
 from toolkit.errors import BadInput
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.metrics.trace import RANK_IDS
+from toolkit.runtime.sinks.build import load_sink
 from toolkit.runtime.sinks.console import ConsoleSink
-from toolkit.runtime.sinks.plugins import load_sink
-from toolkit.runtime.sinks.wandb import flat
+from toolkit.runtime.sinks.wandb_sink import flat
 
 
 def scalars(directory: Path) -> Iterator[tuple[int, str, float]]:

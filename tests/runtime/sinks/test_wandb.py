@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.conftest import Finished, Trainer
 from tests.helpers import self_killing
-from toolkit.runtime.sinks import wandb_reader
-from toolkit.runtime.sinks.wandb import flat
+from toolkit.runtime.sinks import wandb_sink
+from toolkit.runtime.sinks.wandb_sink import flat
 from toolkit.runtime.supervision.warm_pool import enter_worker
 from toolkit.secrets import HIDDEN, redact, redact_text, secrets_in
 
@@ -27,14 +27,14 @@ def files(done: Finished) -> list[Path]:
 
 def config(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for record in wandb_reader.records(path):
+    for record in wandb_sink.records(path):
         if record.WhichOneof("record_type") == "run":
             found |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
     return found
 
 
 def of_kind(path: Path, kind: str) -> list[Any]:
-    return [getattr(r, kind) for r in wandb_reader.records(path) if r.WhichOneof("record_type") == kind]
+    return [getattr(r, kind) for r in wandb_sink.records(path) if r.WhichOneof("record_type") == kind]
 
 
 def same(logged: Any, recorded: Any) -> bool:
@@ -45,7 +45,7 @@ def same(logged: Any, recorded: Any) -> bool:
 
 def check_equal(done: Finished) -> None:
     """All files together hold exactly what metrics.jsonl holds, once."""
-    logged = [point for path in files(done) for point in wandb_reader.history(path)]
+    logged = [point for path in files(done) for point in wandb_sink.history(path)]
     expected = [flat(record) for record in done.records]
     assert [point["_step"] for point in logged] == [record["step"] for record in expected]
     for point, record in zip(logged, expected, strict=True):

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from toolkit.models.architectures.dense import DENSE
 from toolkit.models.architectures.gpt import BERT, GPT, SEQ2SEQ
-from toolkit.models.architectures.latent import LATENT, LINEAR
-from toolkit.models.architectures.mixtures import MIXTURES
+from toolkit.models.architectures.mixtures import LATENT, LINEAR, MIXTURES
 from toolkit.models.architectures.table_row import Architecture
 
 ARCHITECTURES: Mapping[str, Architecture] = {**DENSE, **GPT, **BERT, **SEQ2SEQ, **MIXTURES, **LATENT, **LINEAR}

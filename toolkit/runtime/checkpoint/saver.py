@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-import platform
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,23 +13,16 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from toolkit.checkpoints import store
-from toolkit.checkpoints.format import FORMAT, MANIFEST, canonical_json, step_of
-from toolkit.errors import BadInput, CheckpointFailed, Problem
+from toolkit.checkpoints.format import FORMAT, canonical_json, versions
+from toolkit.errors import CheckpointFailed
 from toolkit.plans.deepspeed_rules import unkeepable
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe
-from toolkit.recipe.sections import Checkpoint, Recipe
-from toolkit.run_dir.async_progress import BELOW
-from toolkit.runtime.checkpoint import reader as checkpoint_reader
+from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint import writer
 from toolkit.runtime.checkpoint.fragments import BUFFER, Fragment, Stateful, share
-from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.data.sample_order import Order
-from toolkit.runtime.distributed.process_group import World, broadcast_object
-
-PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "numpy", "peft")
-Say = Callable[[str], object]
+from toolkit.runtime.distributed.process_group import World
 
 
 @dataclass(kw_only=True)
@@ -155,86 +146,3 @@ def _steady(fragments: Iterable[Fragment]) -> Iterator[Fragment]:
     """The same, with copies of what a forward pass changes."""
     for fragment in fragments:
         yield replace(fragment, tensor=fragment.tensor.clone()) if fragment.kind == BUFFER else fragment
-
-
-def find(section: Checkpoint, own: Path, world: World, say: Say) -> Reader | None:
-    """The checkpoint to go on from, verified on all ranks; None: start anew."""
-    if section.resume == "none":
-        return None
-    reader = _newest_whole(own, world, say, set_aside=True)
-    if reader is not None or section.resume == "auto":
-        return reader
-    given = Path(section.resume)
-    if broadcast_object(_is_checkpoint(given)):
-        faults = checkpoint_reader.verify_together(given, world.rank, world.size)
-        if faults:
-            raise BadInput(f"{given} is damaged", faults)
-        return _opened(given, say)
-    roots = [root for root in (given / "checkpoints", given) if root.is_dir()]
-    reader = _newest_whole(roots[0], world, say, set_aside=False) if roots else None
-    if reader is None:
-        raise BadInput("checkpoint.resume", f"{given} holds no checkpoint; give auto, none, a checkpoint or a run")
-    return reader
-
-
-def _newest_whole(root: Path, world: World, say: Say, *, set_aside: bool) -> Reader | None:
-    """Newest first; what is damaged is named, and the one before it is tried."""
-    damaged: list[Problem] = []
-    for step in broadcast_object(store.steps(root)):
-        path = store.path_of(root, step)
-        faults = checkpoint_reader.verify_together(path, world.rank, world.size)
-        if not faults:
-            return _opened(path, say)
-        damaged.extend(Problem(f"{path.name}/{fault.where}", fault.what) for fault in faults)
-        say(f"checkpoint {path} is damaged and not used: {faults[0]}")
-        if set_aside and world.rank == 0:
-            aside = store.set_aside(path)
-            say(f"it is kept as {aside}")
-    if damaged:
-        fix = Problem("checkpoint.resume", "set it to `none` in a new run directory to start again")
-        raise BadInput(f"{root}: no checkpoint is whole", [*damaged, fix])
-    return None
-
-
-def _opened(path: Path, say: Say) -> Reader:
-    reader = Reader.open(path)
-    say(f"going on from {path} (step {reader.state['step']}), every byte verified")
-    return reader
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file() or step_of(path.name) is not None
-
-
-def resume(reader: Reader, state: Stateful, order: Order, recipe: Recipe, world: World) -> tuple[int, Order]:
-    """Load; the steps that are done, and the order that goes on at the next sample."""
-    saved = reader.state
-    problems = []
-    if saved["optimizer"] != recipe.train.optimizer:
-        what = f"{recipe.train.optimizer} given; the checkpoint holds the states of {saved['optimizer']}"
-        problems.append(Problem("train.optimizer", what))
-    if saved["data"] != {"samples": order.samples, "seed": order.seed}:
-        what = (
-            f"{order.samples} samples with seed {order.seed}; the checkpoint was made on {saved['data']['samples']} "
-            f"with seed {saved['data']['seed']}, so the next sample is not defined; restore data and train.seed"
-        )
-        problems.append(Problem("data", what))
-    if BELOW in saved["counters"] and BELOW not in state.counters():
-        what = "made by islands that share steps out (train.outer.mode async): go on with them, or export it and "
-        problems.append(Problem("checkpoint.resume", f"{what}start from model.path"))
-    if problems:
-        raise BadInput(str(reader.path), problems)
-    checkpoint_reader.load(reader, state, world.rank)
-    step = int(saved["step"])
-    return step, order.moved(step, int(saved["samples"]))
-
-
-def versions() -> dict[str, str]:
-    """What a checkpoint was written with."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

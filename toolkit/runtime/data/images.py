@@ -19,8 +19,8 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus import sources
 from toolkit.runtime.corpus.formats import label_number
 from toolkit.runtime.corpus.token_cache import class_names
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 Picture = str | bytes
 """A path, or the bytes of a file."""

@@ -20,11 +20,9 @@ from toolkit.runtime.corpus.token_documents import Documents
 from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Loaded, check_labels, mixed, split
 from toolkit.runtime.data.images import read_images
-from toolkit.runtime.data.packing import BestFit, Pieces, cut
-from toolkit.runtime.data.packing_check import check_isolated
+from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut
 from toolkit.runtime.data.prefetch import AHEAD
-from toolkit.runtime.data.samples import Labelled, Padded, Stream, Synthetic
-from toolkit.runtime.data.samples_protocol import Samples
+from toolkit.runtime.data.samples import Labelled, Padded, Samples, Stream, Synthetic
 from toolkit.runtime.data.streaming import Streamed, windows
 from toolkit.runtime.distributed.rank_zero_first import Alone, Together
 from toolkit.runtime.models.input_spec import Takes

@@ -11,7 +11,8 @@ import numpy as np
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.runtime.data.sample_order import Order
-from toolkit.runtime.data.samples_protocol import MicroBatch, Samples, micro_batches
+from toolkit.runtime.data.samples import Samples, micro_batches
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 AHEAD = 2
 """Batches that wait for the engine."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from toolkit.recipe.batch_ramp import Batches
 from toolkit.recipe.batch_sections import BatchRamp
+from toolkit.recipe.schedules import Batches
+from toolkit.runtime.distributed.process_group import gather_objects
 
 PAST_END = -1
 """Stands for a sample after the last one: a run's last batch may be partial, and what is missing does not count."""
@@ -124,3 +127,20 @@ def _grouped(ids: np.ndarray, lengths: np.ndarray, random: np.random.Generator) 
     ordered = (window[np.argsort(lengths[window], kind="stable")] for window in windows)
     blocks = [window[start : start + BLOCK] for window in ordered for start in range(0, len(window), BLOCK)]
     return np.concatenate([blocks[place] for place in random.permutation(len(blocks))])
+
+
+def taken(own: np.ndarray, replica: int, group: Any = None) -> list[int]:
+    """Sample ids of a step over all replicas, in the order of the replicas. Collective."""
+    return joined(gather_objects((replica, own.tolist()), group))
+
+
+def joined(told: Iterable[tuple[int, list[int]]]) -> list[int]:
+    """What each replica took, one behind the other; ranks of one replica must have taken the same."""
+    by_replica: dict[int, list[int]] = {}
+    for rank, (replica, ids) in enumerate(told):
+        if by_replica.setdefault(replica, ids) != ids:
+            raise RuntimeError(
+                f"rank {rank} of replica {replica} took samples {ids}, the other ranks of the replica took "
+                f"{by_replica[replica]}"
+            )
+    return [i for replica in sorted(by_replica) for i in by_replica[replica] if i != PAST_END]

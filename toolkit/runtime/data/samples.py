@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 
 from toolkit.runtime.corpus.token_documents import Documents, spread
-from toolkit.runtime.data.samples_protocol import IGNORE, MicroBatch
+from toolkit.runtime.data.sample_order import PAST_END, own_share
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
 ROUND = 64
 """Padded widths are multiples of this: few shapes, and sequence ranks can share them."""
@@ -191,3 +193,41 @@ def _filled(shape: tuple[int, int], rest: int, spots: np.ndarray, values: np.nda
     whole = np.full(shape, rest, np.int64)
     whole.reshape(-1)[spots] = values
     return torch.from_numpy(whole)
+
+
+class Samples(Protocol):
+    """A fixed list of samples."""
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        """Tokens of each, where they differ; None: all are alike."""
+
+    @property
+    def positions(self) -> int:
+        """Token positions that an epoch computes."""
+
+    @property
+    def positions_used(self) -> int:
+        """Those of them that are not padding."""
+
+    def __len__(self) -> int: ...
+
+    def width(self, indices: np.ndarray) -> int:
+        """Tokens of a row, if these samples are one global batch."""
+
+    def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
+        """These samples as one micro-batch."""
+
+
+def micro_batches(
+    samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int
+) -> Iterator[MicroBatch]:
+    """A replica's share of a global batch, one micro-batch at a time, all of one shape."""
+    present = ids[ids != PAST_END]
+    width = samples.width(present)
+    own = own_share(ids, replica=replica, replicas=replicas)
+    for start in range(0, len(own), micro_batch):
+        chosen = own[start : start + micro_batch]
+        batch = samples.batch(np.where(chosen == PAST_END, present[0], chosen), width)
+        batch.labels[torch.from_numpy(chosen == PAST_END)] = IGNORE
+        yield batch

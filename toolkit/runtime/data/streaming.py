@@ -18,7 +18,8 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.formats import Encoded, Format
 from toolkit.runtime.corpus.stream_reader import Place, Start, batched, open_blocks
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
-from toolkit.runtime.data.samples_protocol import MicroBatch, Samples
+from toolkit.runtime.data.samples import Samples
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 WINDOW_SEQUENCES = 256
 """Documents of about so many sequences are packed together; a window never spans two blocks of rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine.grad_norm import clip_gradients, gradient_norm
 from toolkit.runtime.engine.onebit_adam import OneBitAdam
+from toolkit.runtime.models.parameter_shards import layout_of
 
 
 class NoNumbers(Exception):
@@ -70,3 +71,72 @@ class NormMeter:
         self._norm = self._together(clip_gradients(self._engine.module.parameters(), self._mesh, limit))
         if not math.isfinite(self._norm):
             raise NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
+
+
+EPSILON = 1e-6
+"""As in `torch.nn.utils.clip_grad_norm_`."""
+
+
+Held = tuple[torch.nn.Parameter, torch.Tensor]
+"""A parameter and its gradient."""
+
+
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_norm: float) -> float:
+    """Scale gradients down to `max_norm`; the norm before."""
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
+    norm = gradient_norm(held, mesh)
+    scale = max_norm / (norm + EPSILON)
+    if scale < 1:
+        torch._foreach_mul_([gradient for _, gradient in held], scale)
+    return norm
+
+
+def gradient_norm(held: Sequence[Held], mesh: Mesh) -> float:
+    """The norm of all gradients of a replica. Collective."""
+    squares = mesh.sum_over_shards(_squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh)))
+    if mesh.plan.ep > 1:  # each rank of an expert group holds other experts; groups repeat dp / ep times
+        experts = _squares(g for p, g in held if _is_expert(p))
+        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
+    return float(squares.sqrt())
+
+
+def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
+    gradients = list(found)
+    if not gradients:
+        return torch.zeros((), device=device())
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    """Whether DeepSpeed reduces a gradient over ranks with the same experts only."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
+    """Shards count on every rank, whole parameters on the first, copies on another stage not at all."""
+    if getattr(parameter, "ds_pipe_replicated", False):
+        return False
+    return layout_of(parameter) is not None or mesh.tensor == 0
+
+
+class NoiseMeter:
+    """Adds up, on the device, the square norm of every gradient that reaches a parameter."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._squares = torch.zeros((), dtype=torch.float32, device=device())
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_hook(self._see)  # type: ignore[no-untyped-call]
+
+    def _see(self, gradient: torch.Tensor) -> None:
+        self._squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+
+    def take(self, accumulated: int) -> float:
+        """Mean square norm of a micro-batch's gradient in the last step, over all ranks. Collective.
+
+        What passes is a micro-batch's part of the mean over its rank's `accumulated` micro-batches.
+        """
+        total = self._mesh.sum_over_tokens(self._squares.clone())
+        self._squares.zero_()
+        return float(total) * accumulated / self._mesh.token_ranks

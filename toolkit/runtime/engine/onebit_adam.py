@@ -13,7 +13,7 @@ import deepspeed.comm as dist
 import torch
 from torch.nn.functional import pad
 
-from toolkit.plans.compression import BLOCK
+from toolkit.plans.plan import BLOCK
 from toolkit.recipe.sections import Train
 
 

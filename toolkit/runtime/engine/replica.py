@@ -2,91 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import deepspeed
 import torch
-from torch.nn.functional import cross_entropy
 
-from toolkit.checkpoints import element_runs
-from toolkit.recipe.lr_schedule import Schedule
+from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Train
-from toolkit.runtime.checkpoint.fragments import Stateful
-from toolkit.runtime.data.samples_protocol import IGNORE, MicroBatch
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import gradient_reduction
-from toolkit.runtime.engine.deepspeed_fixups import begin, undo_first_step
-from toolkit.runtime.engine.expert_layout import expert_copies, expert_places
-from toolkit.runtime.engine.gradient_norm import NoNumbers, NormMeter
-from toolkit.runtime.engine.loss_scale import Scaling
-from toolkit.runtime.engine.noise_meter import NoiseMeter
+from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
+from toolkit.runtime.engine.gradient_norm import NoiseMeter, NoNumbers, NormMeter
 from toolkit.runtime.engine.nonfinite import FaultCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
-from toolkit.runtime.engine.training_state import DeepSpeedState, Place, Placed
+from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.training_state import DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
-from toolkit.runtime.sharding.vocab_parallel_loss import Loss, num_correct
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step did, the same on every rank and under every strategy."""
-
-    loss: torch.Tensor
-    """Cross-entropy averaged over the counted tokens of the global batch; still on the device."""
-    tokens: int
-    """Counted tokens of the global batch."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    lr: float
-    """Learning rate of the update."""
-    skipped: bool = False
-    """Whether no update was made, because gradients overflowed."""
-    loss_scale: float | None = None
-    """What the loss was multiplied by, in fp16."""
-    micro_square: float | None = None
-    """Mean square norm of a micro-batch's gradient, where it is measured."""
-    own_faults: torch.Tensor | None = None
-    """What this rank's own forward and backward pass gave that is no number; looked at only after a bad step."""
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What an evaluation adds up: the same on every rank."""
-
-    loss: float = 0.0
-    """Cross-entropies."""
-    counted: int = 0
-    """Tokens, or samples with a class."""
-    correct: int = 0
-    """Those whose likeliest value was right."""
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
-
-
-class Engine(Protocol):
-    """What the trainer drives."""
-
-    @property
-    def replica(self) -> int:
-        """Which data-parallel replica this rank is part of."""
-
-    @property
-    def state(self) -> Stateful:
-        """Masters and optimizer states, for checkpoints."""
-
-    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        """Train on this replica's share of a global batch."""
-
-    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
-        """Losses of this replica's share of a global batch, added up over all replicas; nothing is learned."""
-
-    def watch(self, clock: Clock) -> None:
-        """Tell a clock which part of a step runs, from now on."""
+from toolkit.runtime.sharding.vocab_parallel_loss import num_correct
 
 
 class ReplicaEngine:
@@ -235,25 +172,6 @@ def time_gradient_sync(engine: Any, clock: Clock) -> None:
     engine.allreduce_gradients = timed
 
 
-def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
-    """Where elements of this rank's parameters are in the whole ones."""
-
-    def place(name: str, low: int, high: int) -> Placed:
-        parameter = named[name]
-        layout = layout_of(parameter)
-        if layout is None:
-            return Placed(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), element_runs.flat(low, high))
-        return Placed(name, layout.shape, element_runs.take(layout.region(), low, high))
-
-    return place
-
-
 def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
     """Tokens of the global batch that the loss counts."""
     return int(mesh.sum_over_tokens(torch.tensor(sum(micro.counted for micro in batch), device=device())))
-
-
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy added up over counted tokens: a number even where none counts."""
-    rows = logits.reshape(-1, logits.shape[-1]).float()
-    return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")

@@ -21,7 +21,7 @@ from typing import Any
 
 from toolkit.clusters.reader import num_accelerators
 from toolkit.errors import RankFailed, ToolkitError
-from toolkit.launching import launchers
+from toolkit.launching import environment
 from toolkit.launching.launchers import Command
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.supervise import run_all
@@ -62,8 +62,8 @@ def greeting() -> dict[str, Any]:
     """What the controller wants to know of this host."""
     return {
         "host": socket.gethostname(),
-        "address": launchers.own_address(),
-        "port": launchers.free_port(),
+        "address": environment.own_address(),
+        "port": environment.free_port(),
         "python": ".".join(map(str, sys.version_info[:2])),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
         "accelerators": num_accelerators(),

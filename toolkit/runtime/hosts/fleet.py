@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit import errors
 from toolkit.errors import BadInput, HostLost, Problem, RankFailed
-from toolkit.launching import launchers
+from toolkit.launching import environment, launchers
 from toolkit.launching.launchers import Node
 from toolkit.launching.stop_signals import forwarded
 from toolkit.run_dir import heartbeat
@@ -78,7 +78,7 @@ class Fleet:
             "fingerprint": agent.fingerprint(run),
             "hang_timeout_seconds": hang_timeout_seconds,
         }
-        exports = launchers.exported(launchers.environment())
+        exports = environment.exported(environment.environment())
         with forwarded(self._forward):
             for index, link in enumerate(self._links):
                 node = self.node(index)

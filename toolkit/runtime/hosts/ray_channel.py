@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -12,7 +14,6 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from toolkit.runtime.hosts import ray_actor
 from toolkit.runtime.hosts.agent import AGENT, ROOT
 
 ANSWER_SECONDS = 10.0
@@ -25,10 +26,10 @@ class RayChannel:
     """One actor, which has all devices of its node's bundle: Ray shows them to it, and so to the workers."""
 
     def __init__(self, group: PlacementGroup, index: int, resource: str, devices: int) -> None:
-        ray.cloudpickle.register_pickle_by_value(sys.modules[ray_actor.__name__])
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0, _OPTIONS[resource]: devices}
-        actor: Any = ray.remote(ray_actor.AgentProcess)
+        actor: Any = ray.remote(AgentProcess)
         self._actor = actor.options(max_concurrency=CALLS, scheduling_strategy=place, **options).remote(ROOT, AGENT)
         self._end = "its agent has ended"
 
@@ -82,3 +83,47 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("The actor")] or lines or [type(error).__name__]
     return told[-1].partition(". ")[0].rstrip(".")
+
+
+class AgentProcess:
+    """One node's agent; methods are called at the same time, from several threads."""
+
+    def __init__(self, root: str, words: Sequence[str]) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            ["env", f"PYTHONPATH={root}", sys.executable, *words],  # noqa: S607
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def address(self) -> str:
+        """Where other nodes reach this one."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def write(self, line: str) -> None:
+        """To the agent."""
+        assert self._process.stdin is not None
+        with self._lock:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def read(self, stream: str) -> str:
+        """The next line of `stdout` or `stderr`; empty at the end."""
+        return str(getattr(self._process, stream).readline())
+
+    def hang_up(self) -> None:
+        """The agent ends when nobody speaks to it."""
+        assert self._process.stdin is not None
+        with self._lock:
+            self._process.stdin.close()
+
+    def wait(self) -> int:
+        """Until the agent has ended; its exit code."""
+        return self._process.wait()

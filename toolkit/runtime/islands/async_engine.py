@@ -19,19 +19,20 @@ import torch.distributed
 
 from toolkit.errors import LossNotFinite, RankFailed
 from toolkit.recipe.batch_sections import Outer
-from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.checkpoint.fragments import Stateful
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import broadcast_object
-from toolkit.runtime.engine.replica import ReplicaEngine, StepResult, Sums
-from toolkit.runtime.islands.async_checkpoint_state import MemberState
+from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_join import Joined, join
 from toolkit.runtime.islands.async_store import Letter, Mailbox, Snapshot
 from toolkit.runtime.islands.async_transfer import Postman
+from toolkit.runtime.islands.checkpoint_state import MemberState
 from toolkit.runtime.islands.flat_masters import Masters
-from toolkit.runtime.islands.wire import Wire
+from toolkit.runtime.islands.quantize import Wire
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 POLL_SECONDS = 0.1
 KEPT_LETTERS = 4

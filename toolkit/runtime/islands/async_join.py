@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from toolkit.run_dir.async_membership import Membership
-from toolkit.run_dir.async_progress import Chunks
-from toolkit.runtime.islands.async_checkpoint_state import MemberState
+from toolkit.run_dir.async_islands import Chunks, Membership
 from toolkit.runtime.islands.async_store import Mailbox
 from toolkit.runtime.islands.async_transfer import DEAD_SECONDS
+from toolkit.runtime.islands.checkpoint_state import MemberState
 
 POLL_SECONDS = 0.1
 DELIVERY_SECONDS = 600.0

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from toolkit.errors import RankFailed
-from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.async_islands import Membership
 
 PIECE_BYTES = 4 << 20
 """A store (torch 2.13) takes no value above 8 MiB."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from toolkit.run_dir.async_membership import Membership
+from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.islands.async_store import Letter, Mailbox
 
 POLL_SECONDS = 0.05

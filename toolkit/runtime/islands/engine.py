@@ -15,13 +15,14 @@ import torch
 
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine.replica import ReplicaEngine, StepResult, Sums
+from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.checkpoint_state import IslandState
 from toolkit.runtime.islands.outer_step import Exchange
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 
 class IslandEngine:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import IO, Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,90 +74,3 @@ class Sink(Protocol):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """The end, good or bad."""
-
-
-class JsonlSink:
-    """metrics.jsonl and summary.json in the run directory."""
-
-    def __init__(self, metrics: Path, summary: Path) -> None:
-        self._metrics, self._summary = metrics, summary
-        self._file: IO[str] | None = None
-
-    def start(self, info: Mapping[str, Any]) -> None:
-        self._file = self._metrics.open("a", encoding="utf-8", buffering=1)
-
-    def log(self, record: Record) -> None:
-        assert self._file is not None
-        values = {name: value for name, value in vars(record).items() if value is not None}
-        self._file.write(json.dumps(values) + "\n")
-
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Cut the file after a step; the lines that stay."""
-        assert self._file is not None
-        self._file.close()
-        kept = keep_until(self._metrics, step)
-        self.start({})
-        return kept
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.close()
-        temporary = self._summary.with_suffix(".tmp")
-        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, self._summary)
-
-
-def keep_until(metrics: Path, step: int) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl after a step, so that a resumed run writes no step twice; the lines that stay."""
-    kept = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else []:
-        try:
-            record = json.loads(line)
-            if record["step"] <= step:
-                kept.append(record)
-        except (ValueError, KeyError, TypeError):  # a line that a crash cut short
-            continue
-    if metrics.exists():
-        temporary = metrics.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(temporary, metrics)
-    return kept
-
-
-@dataclass
-class Recorder:
-    """Sends records to every sink and keeps what the summary needs."""
-
-    sinks: list[Sink]
-    step_seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-    first_loss: float | None = None
-    last: Record | None = None
-
-    def log(self, record: Record) -> None:
-        """One step."""
-        self.step_seconds.append(record.step_seconds)
-        self.tokens += record.tokens
-        self.last = record
-        self.first_loss = record.loss if self.first_loss is None else self.first_loss
-        for sink in self.sinks:
-            sink.log(record)
-
-    def go_on(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Count what was recorded before the run was resumed."""
-        self.tokens = sum(record["tokens"] for record in records)
-        if records:
-            self.first_loss = records[0]["loss"]
-            known = {f.name for f in fields(Record)}
-            self.last = Record(**{name: value for name, value in records[-1].items() if name in known})
-
-    def rewind(self, step: int) -> None:
-        """Forget what was recorded after a step: the run has gone back to it."""
-        for sink in self.sinks:
-            if isinstance(sink, JsonlSink):
-                self.go_on(sink.rewind(step))
-
-    def typical_step_seconds(self) -> float:
-        """Median without the first steps, in which caches fill and one is watched for memory."""
-        settled = self.step_seconds[3:] or self.step_seconds
-        return statistics.median(settled) if settled else 0.0

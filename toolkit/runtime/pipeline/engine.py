@@ -12,19 +12,19 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from toolkit.recipe.lr_schedule import Schedule
+from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Train
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import gradient_reduction
-from toolkit.runtime.engine.deepspeed_fixups import begin, undo_first_step
+from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
 from toolkit.runtime.engine.gradient_norm import NoNumbers, NormMeter
-from toolkit.runtime.engine.loss_scale import Scaling
 from toolkit.runtime.engine.optimizers import own_optimizer
-from toolkit.runtime.engine.replica import StepResult, Sums, counted_tokens, placed
-from toolkit.runtime.engine.training_state import DeepSpeedState
+from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.replica import counted_tokens
+from toolkit.runtime.engine.training_state import DeepSpeedState, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.pipeline.stage import Stage
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import NoPlanFits
 from toolkit.runtime.models.parameter_shards import sites
-from toolkit.runtime.models.trial_batches import probe_inputs
+from toolkit.runtime.models.tiny_models import probe_inputs
 from toolkit.runtime.pipeline.boundaries import Arguments, Cut, StandIn, fill_template, hidden_of, template_of
 
 _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer")

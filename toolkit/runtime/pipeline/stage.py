@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine.nonfinite import FaultCounter
-from toolkit.runtime.engine.replica import summed_loss
+from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Sites, sites
 from toolkit.runtime.pipeline.boundaries import (
     Arguments,
@@ -24,7 +24,7 @@ from toolkit.runtime.pipeline.boundaries import (
     hidden_of,
 )
 from toolkit.runtime.pipeline.split import Split, hollow
-from toolkit.runtime.sharding.vocab_parallel_loss import Loss, num_correct
+from toolkit.runtime.sharding.vocab_parallel_loss import num_correct
 
 
 class Stage(torch.nn.Module):

@@ -11,15 +11,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes, Verdict
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.build_engine import Site, build_engine
-from toolkit.runtime.data.samples_protocol import MicroBatch
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.models.build import skeleton
-from toolkit.runtime.models.tiny_config import VOCABULARY, tiny_of_type
+from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_of_type
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.supervision.call_on_ranks import Failure, call_on_ranks, first_failure
 
@@ -164,3 +164,30 @@ def _nudge(model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2.0 - 1.0
             parameter.mul_(1.0 + signs * torch.finfo(torch.float32).eps)
+
+
+def try_autotp(twin: Model, tp: int) -> Verdict:
+    """Whether a few steps under AutoTP have the losses and gradient norms of one process."""
+    train = Train(global_batch=SEQUENCES, steps=STEPS, lr=1e-3, schedule="constant", warmup=0.0)
+    plan = Plan(
+        strategy="tensor_parallel",
+        tp=tp,
+        zero_stage=1,
+        micro_batch=SEQUENCES,
+        precision="fp32",
+        tensor_by="autotp",
+    )
+    whole = call_on_ranks(run_plan, twin, REFERENCE, train, nproc=1, timeout_seconds=TIMEOUT_SECONDS)
+    cut = call_on_ranks(run_plan, twin, plan, train, nproc=tp, timeout_seconds=TIMEOUT_SECONDS)
+    for results, what in ((whole, "one process"), (cut, "AutoTP")):
+        if failure := first_failure(results):
+            return Verdict(False, f"a small twin fails under {what}: {failure.reason}")
+    loss = largest_difference(whole[0].loss, cut[0].loss)
+    norm = largest_difference(whole[0].grad_norm, cut[0].grad_norm)
+    if loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE:
+        return Verdict(True)
+    return Verdict(
+        False,
+        f"AutoTP is not exact for this model: on a small twin the loss is off by {loss:.1e}, "
+        f"the gradient norm by {norm:.1e}; leave strategy.tensor_by out",
+    )

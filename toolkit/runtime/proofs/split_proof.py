@@ -6,12 +6,10 @@ a right one agrees with the whole model to rounding, a wrong one names the param
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,18 +18,17 @@ from transformers import PreTrainedModel
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.sections import Model
-from toolkit.runtime.data.samples_protocol import MicroBatch
-from toolkit.runtime.engine.replica import summed_loss
 from toolkit.runtime.models.build import build_model, fill, load_config, open_weights, skeleton
+from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, layout_of
-from toolkit.runtime.models.tiny_config import tiny_config
-from toolkit.runtime.models.trial_batches import probe_batches
+from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
 from toolkit.runtime.pipeline.split import SplitRefused, analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, SequenceShare
-from toolkit.runtime.sharding.vocab_parallel_loss import Loss, follows_head
+from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
 TOLERANCE = 1e-4
 """Relative error of a parameter's gradient: far above rounding, also where a model casts to fp32 inside."""
@@ -262,23 +259,3 @@ def _off(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None,
 
 def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def main() -> int:
-    """A process of its own: the question on standard input, the verdict on the last line of standard output."""
-    question = json.load(sys.stdin)
-    section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
-    if axes.tensor_by == "autotp":
-        from toolkit.runtime.proofs.autotp_trial import (
-            try_autotp,  # it stands on the coverage of types, and that on proofs
-        )
-
-        verdict = try_autotp(twin_of(section, axes), axes.tp)
-    else:
-        verdict = prove(section, axes)
-    print(json.dumps(asdict(verdict)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

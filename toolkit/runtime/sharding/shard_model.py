@@ -10,13 +10,12 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from toolkit.errors import ToolkitError
-from toolkit.runtime.engine.replica import summed_loss
+from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.parameter_shards import is_partial, layout_of
 from toolkit.runtime.sharding import styles
 from toolkit.runtime.sharding.collectives import TensorGroup
-from toolkit.runtime.sharding.linear_pairs import DIVIDED
-from toolkit.runtime.sharding.sharding_plan import tensor_styles
-from toolkit.runtime.sharding.vocab_parallel_loss import Loss, VocabularyLoss, head_name
+from toolkit.runtime.sharding.sharding_plan import DIVIDED, tensor_styles
+from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, head_name
 
 Style = Callable[[Any, styles.Sharder], None]
 

@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import NoPlanFits
-from toolkit.runtime.data.samples_protocol import MicroBatch
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.sharding.collectives import TensorGroup
 
 _numbers = itertools.count()

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from toolkit.recipe.sections import Model
-from toolkit.runtime.data.samples_protocol import IGNORE
 from toolkit.runtime.models.build import build_model, load_config
+from toolkit.runtime.models.loss import Loss
+from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.parameter_shards import shares
-from toolkit.runtime.models.tiny_config import tiny_config
+from toolkit.runtime.models.tiny_models import tiny_config
 from toolkit.runtime.sharding.collectives import TensorGroup
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits and labels → the sum over counted tokens."""
 ELEMENTWISE = ("ToCopyBackward0", "MulBackward0", "DivBackward0", "TanhBackward0")
 """What models do to logits element by element: casts, scales, caps."""
 

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import entry_points
 from typing import IO, Any
 
 from deepspeed.accelerator import get_accelerator
 
+from toolkit.checkpoints.format import versions
 from toolkit.errors import BadInput
-from toolkit.launching.launchers import environment
+from toolkit.launching.environment import environment
 from toolkit.recipe.metrics_sections import Metrics
+from toolkit.recipe.schema import nearest
 from toolkit.run_dir.layout import Order, RunDir
-from toolkit.runtime.checkpoint.saver import versions
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.metrics.record import JsonlSink, Sink
+from toolkit.runtime.metrics.record import Record, Sink
 from toolkit.runtime.sinks.console import ConsoleSink
-from toolkit.runtime.sinks.events import EventSink
-from toolkit.runtime.sinks.guarded import GuardedSink
-from toolkit.runtime.sinks.plugins import load_sink
-from toolkit.runtime.sinks.tensorboard import TensorboardSink
-from toolkit.runtime.sinks.wandb import WandbSink
+from toolkit.runtime.sinks.local_files import EventSink, JsonlSink, TensorboardSink
+from toolkit.runtime.sinks.wandb_sink import WandbSink
 from toolkit.secrets import secrets_in
 
 Say = Callable[[str], object]
@@ -73,3 +74,69 @@ def sink_info(order: Order, run: RunDir, world: World, done: int) -> dict[str, A
         "world_size": world.size,
         "done": done,
     }
+
+
+GROUP = "toolkit.sinks"
+_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_METHODS = ("start", "log", "finish")
+
+
+def load_sink(name: str) -> Any:
+    """The class that a name stands for; `BadInput` if there is none, or if it is no sink."""
+    found = _by_path(name) if ":" in name else _by_entry_point(name)
+    missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing:
+        raise BadInput("metrics.sinks", f"{name} is no sink: it has no {', '.join(missing)}; see docs/metrics.md")
+    return found
+
+
+def _by_path(name: str) -> Any:
+    if not _PATH.fullmatch(name):
+        raise BadInput("metrics.sinks", f"{name!r} given; module:Class is required")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise BadInput("metrics.sinks", f"{name}: {error}; is the module's folder in PYTHONPATH?") from None
+    except AttributeError:
+        raise BadInput("metrics.sinks", f"{name}: {module} has no {attribute}") from None
+
+
+def _by_entry_point(name: str) -> Any:
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in points:
+        what = f"{name!r} is neither module:Class nor an entry point of {GROUP}{nearest(name, list(points))}"
+        raise BadInput("metrics.sinks", what)
+    return points[name].load()
+
+
+class GuardedSink:
+    """Stands before a sink whose failure costs less than the run."""
+
+    def __init__(self, name: str, sink: Sink, say: Callable[[str], object]) -> None:
+        self._name, self._sink, self._say = name, sink, say
+        self._failed = False
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._try(self._sink.start, info)
+
+    def log(self, record: Record) -> None:
+        self._try(self._sink.log, record)
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """One evaluation, for sinks that want it."""
+        if hasattr(self._sink, "evaluated"):
+            self._try(self._sink.evaluated, record)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._try(self._sink.finish, summary)
+
+    def _try(self, call: Callable[[Any], None], value: Any) -> None:
+        if self._failed:
+            return
+        try:
+            call(value)
+        except Exception as error:  # whatever a user's code or a network raises
+            self._failed = True
+            what = f"{type(error).__name__}: {error}"
+            self._say(f"{self._name} failed and gets nothing more; the run goes on, metrics.jsonl has it all ({what})")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.launching.launchers import free_port
+from toolkit.launching.environment import free_port
 from toolkit.runtime.supervision.warm_pool import warm_context
 
 POLL_SECONDS = 0.01

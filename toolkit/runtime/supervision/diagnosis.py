@@ -6,15 +6,15 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
 from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
-from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision import diagnosis
 
 TAIL_LINES = 15
 SPOKEN: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
@@ -69,13 +69,13 @@ def hang_message(
     beats: dict[int, Beat], stopped: list[int], stacks: dict[int, str], run: RunDir, seconds: float
 ) -> str:
     """Who holds the others up, and in which collective they wait."""
-    waiting = {rank: heartbeat.collective_of(stack) for rank, stack in stacks.items() if stack}
-    guilty = heartbeat.culprits(stopped, waiting, beats)
+    waiting = {rank: diagnosis.collective_of(stack) for rank, stack in stacks.items() if stack}
+    guilty = diagnosis.culprits(stopped, waiting, beats)
     lines = [f"nothing was done for {seconds:.0f} s"]
     for rank in guilty:
         beat = beats[rank]
         state = "is stopped" if rank in stopped else "hangs"
-        where = waiting.get(rank) or heartbeat.place_of(stacks.get(rank, ""))
+        where = waiting.get(rank) or diagnosis.place_of(stacks.get(rank, ""))
         lines.append(f"rank {rank} on {beat.host} {state} at step {beat.step}, in {where}")
     others = sorted({c for rank, c in waiting.items() if c and rank not in guilty})
     if others:
@@ -140,3 +140,39 @@ def tail(log: Path) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
         lines = file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
     return "\n".join(f"  | {line}" for line in lines)
+
+
+_COLLECTIVES = re.compile(
+    r"File \"[^\"]*(?:distributed|deepspeed/comm)[^\"]*\", line \d+ in "
+    r"(all_reduce\w*|all_gather\w*|reduce_scatter\w*|reduce|broadcast\w*|barrier|all_to_all\w*|send|recv|gather\w*|wait)\b"
+)
+
+
+def collective_of(stack: str) -> str:
+    """The collective that a dumped stack waits in; empty if it is in none."""
+    match = _COLLECTIVES.search(stack)
+    return match[1] if match else ""
+
+
+def main_stack(dump: str) -> str:
+    """The part of a dump that is the worker's own thread: the last one that entered through the worker."""
+    threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", dump)
+    own = [thread for thread in threads if "toolkit/worker.py" in thread]
+    return own[-1] if own else ""
+
+
+def place_of(stack: str) -> str:
+    """The innermost line of a stack, as `file:line in function`."""
+    match = re.search(r'File "([^"]+)", line (\d+) in (\S+)', stack)
+    return f"{match[1]}:{match[2]} in {match[3]}" if match else "an unknown place"
+
+
+def culprits(stopped: Iterable[int], waiting: dict[int, str], beats: dict[int, Beat]) -> list[int]:
+    """Which ranks hold the others up: those that are stopped; else those in no collective; else those behind."""
+    found = sorted(stopped)
+    if not found:
+        found = sorted(rank for rank, collective in waiting.items() if not collective)
+    if not found and beats:
+        least = min(beat.progress for beat in beats.values())
+        found = sorted(rank for rank, beat in beats.items() if beat.progress == least)
+    return found

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from toolkit.errors import RankFailed
-from toolkit.launching.launchers import PARENT, Command, environment
+from toolkit.launching.environment import PARENT, environment
+from toolkit.launching.launchers import Command
 from toolkit.launching.stop_signals import forwarded
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import Beat
@@ -47,7 +48,7 @@ class Process(Protocol):
 
 def spawn(command: Command) -> Process:
     """A fresh process in a session of its own, so that signals of the terminal do not reach it."""
-    env = environment(command)
+    env = environment(command.env)
     if command.rank is not None:
         env[PARENT] = str(os.getpid())
     return subprocess.Popen(command.argv, env=env, start_new_session=True)
@@ -157,7 +158,7 @@ def _hang(beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
 
 def _stack(run: RunDir, rank: int, offset: int) -> str:
     """What a rank's own thread has dumped into its log."""
-    return heartbeat.main_stack(diagnosis.log_since(run.log(rank), offset))
+    return diagnosis.main_stack(diagnosis.log_since(run.log(rank), offset))
 
 
 def _forward(processes: Sequence[Process], own: Own, number: signal.Signals) -> None:

@@ -7,6 +7,7 @@ forked after an accelerator was touched.
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 import os
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 
-from toolkit.launching.launchers import Command
+from toolkit.launching.launchers import WORKER, Command
 
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 5.0
@@ -95,8 +96,8 @@ def _await(processes: Sequence[ForkServerProcess]) -> None:
 
 def enter_worker(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """The forked process: as if `argv` had been started with `env`."""
-    from toolkit import worker
-
+    # A process entry, as `python -m` is: imported by name, since supervision lies below the worker in the layers.
+    worker = importlib.import_module(WORKER)
     os.environ.update(env)
-    position = argv.index(worker.__name__)
+    position = argv.index(WORKER)
     sys.exit(worker.main(argv[position + 1 :]))

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from toolkit.plans.deepspeed_config import scaled_lr
-from toolkit.recipe.lr_schedule import make_schedule
+from toolkit.recipe.schedules import make_schedule, scaled_lr
 from toolkit.recipe.sections import Train
 
 

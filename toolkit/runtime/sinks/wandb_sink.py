@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
 from toolkit.recipe.metrics_sections import Wandb
 from toolkit.runtime.metrics.record import Record
-from toolkit.runtime.sinks import wandb_reader
 from toolkit.secrets import redact
 
 ID_FILE = "wandb-id"
@@ -49,7 +49,7 @@ class WandbSink:
 
         (self._directory / "wandb").mkdir(parents=True, exist_ok=True)
         self._id = _own_id(self._directory / ID_FILE)
-        self._last_step = wandb_reader.last_step(self._directory, self._id)
+        self._last_step = last_step(self._directory, self._id)
         self._run = wandb.init(
             id=self._id,
             resume="allow" if self._section.mode == "online" else None,  # offline, each file says the same id
@@ -117,6 +117,7 @@ class WandbSink:
 
     def _add_report(self) -> None:
         """The page of `toolkit report`, as an artifact of the run."""
+
         import wandb
 
         from toolkit.reports.reader import read_run
@@ -153,3 +154,56 @@ def _own_id(path: Path) -> str:
     if not path.exists():
         path.write_text(secrets.token_hex(4), encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
+
+
+BLOCK_BYTES = 32 * 1024
+HEADER_BYTES = 7
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+
+
+def messages(path: Path) -> Iterator[bytes]:
+    """Every whole record; what a crash has cut short ends the file."""
+    raw = path.read_bytes()
+    place, parts = HEADER_BYTES if raw[:4] == b":W&B" else len(raw), b""
+    while place + HEADER_BYTES <= len(raw):
+        left = BLOCK_BYTES - place % BLOCK_BYTES
+        if left < HEADER_BYTES:  # too short for a header: filled with zeros
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", raw[place : place + HEADER_BYTES])
+        data = raw[place + HEADER_BYTES : place + HEADER_BYTES + length]
+        place += HEADER_BYTES + length
+        if kind not in (FULL, FIRST, MIDDLE, LAST) or len(data) < length:
+            return
+        parts = data if kind in (FULL, FIRST) else parts + data
+        if kind in (FULL, LAST):
+            yield parts
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The same as W&B's messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for message in messages(path):
+        yield Record.FromString(message)
+
+
+def history(path: Path) -> Iterator[dict[str, Any]]:
+    """What was logged, a mapping a step; nested keys are joined by dots."""
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            yield {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+
+
+def files(directory: Path, run_id: str) -> list[Path]:
+    """Files of a run in a run directory, oldest first."""
+    return sorted(directory.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def last_step(directory: Path, run_id: str) -> int:
+    """Newest step that a run's files hold; 0: none."""
+    for path in reversed(files(directory, run_id)):
+        steps = [int(point["_step"]) for point in history(path) if "_step" in point]
+        if steps:
+            return max(steps)
+    return 0

@@ -1,15 +1,12 @@
-"""Batches: what one forward pass takes, and a replica's share of a global batch."""
+"""A micro-batch: tensors of a few sequences with shifted labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
-
-from toolkit.runtime.data.sample_order import PAST_END, own_share
 
 IGNORE = -100
 """Label of a position that does not count."""
@@ -60,41 +57,3 @@ class MicroBatch:
     def counted(self) -> int:
         """Tokens, or samples with a class, that the loss counts."""
         return int((self.labels != IGNORE).sum())
-
-
-class Samples(Protocol):
-    """A fixed list of samples."""
-
-    @property
-    def lengths(self) -> np.ndarray | None:
-        """Tokens of each, where they differ; None: all are alike."""
-
-    @property
-    def positions(self) -> int:
-        """Token positions that an epoch computes."""
-
-    @property
-    def positions_used(self) -> int:
-        """Those of them that are not padding."""
-
-    def __len__(self) -> int: ...
-
-    def width(self, indices: np.ndarray) -> int:
-        """Tokens of a row, if these samples are one global batch."""
-
-    def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
-        """These samples as one micro-batch."""
-
-
-def micro_batches(
-    samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int
-) -> Iterator[MicroBatch]:
-    """A replica's share of a global batch, one micro-batch at a time, all of one shape."""
-    present = ids[ids != PAST_END]
-    width = samples.width(present)
-    own = own_share(ids, replica=replica, replicas=replicas)
-    for start in range(0, len(own), micro_batch):
-        chosen = own[start : start + micro_batch]
-        batch = samples.batch(np.where(chosen == PAST_END, present[0], chosen), width)
-        batch.labels[torch.from_numpy(chosen == PAST_END)] = IGNORE
-        yield batch

@@ -1,0 +1,15 @@
+"""Values of the axes that a recipe may fix: one home for recipe keys, plans and strategies."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Offload = Literal["none", "cpu", "nvme", "cpu_params", "nvme_params"]
+Recompute = Literal["none", "selective", "full"]
+ZeroVariant = Literal["plain", "hpz", "mics"]
+ZeroQuantized = Literal["none", "weights", "gradients", "both"]
+TensorBy = Literal["slices", "autotp"]
+
+OFFLOADS: tuple[str, ...] = get_args(Offload)
+ZERO_VARIANTS: tuple[str, ...] = get_args(ZeroVariant)
+ZERO_QUANTIZED: tuple[str, ...] = get_args(ZeroQuantized)

@@ -1,0 +1,62 @@
+"""The ranked plans and refusals as a table in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from toolkit.planner.explain import bottleneck
+from toolkit.planner.search import Decision, Option
+from toolkit.plans.plan import Refusal
+
+GIB = 2**30
+
+
+NOT_SYNCHRONOUS = "the result of local_sgd is not that of synchronous training: islands drift apart between exchanges"
+
+
+def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
+    """The ranked table, and one line for each reason of refusal."""
+    table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
+    for heading in ("", "plan", "step", "tokens/s", "MFU", "memory", "of"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    for place, option in enumerate(decision.ranked[:top], 1):
+        table.add_row(str(place), option.plan.describe(), *_cells(option))
+    if decision.ranked:
+        console.print(table)
+    for place, option in enumerate(decision.ranked[:top], 1):
+        console.print(f"{place}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
+    if decision.chosen is not None and decision.chosen.plan.islands > 1:
+        console.print(f"[yellow]note[/] {NOT_SYNCHRONOUS}", highlight=False)
+    for refusal in shown_refusals(decision):
+        what = refusal.plan.describe() if refusal.plan else refusal.strategy
+        console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
+
+
+def show_notes(found: Sequence[str], console: Console) -> None:
+    """A line each."""
+    for note in found:
+        console.print(f"[yellow]note[/] {escape(note)}", highlight=False)
+
+
+def _cells(option: Option) -> tuple[str, ...]:
+    estimate = option.estimate
+    used = f"{estimate.memory.total / GIB:.2f}"
+    return (
+        f"{estimate.time.total * 1000:,.0f} ms",
+        f"{estimate.tokens_per_second:,.0f}",
+        f"{estimate.mfu:.1%}",
+        used if estimate.fits else f"[red]{used}[/]",
+        f"{estimate.memory_limit_bytes / GIB:.1f} GiB",
+    )
+
+
+def shown_refusals(decision: Decision, each: int = 2) -> list[Refusal]:
+    """For each strategy the plan that came nearest to fitting, and the first of what it can't do at all."""
+    by_strategy: dict[str, list[Refusal]] = {}
+    for refusal in reversed(decision.refused):  # misfits come last, the nearest of each strategy
+        by_strategy.setdefault(refusal.strategy, []).append(refusal)
+    return [refusal for refusals in by_strategy.values() for refusal in [*refusals[:1], *refusals[1:][::-1]][:each]]

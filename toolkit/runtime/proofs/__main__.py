@@ -1,0 +1,26 @@
+"""Run a split proof in a process of its own: `python -m toolkit.runtime.proofs`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+from toolkit.plans.split_verdicts import Axes
+from toolkit.recipe.sections import Model
+from toolkit.runtime.proofs.coverage import try_autotp
+from toolkit.runtime.proofs.split_proof import prove, twin_of
+
+
+def main() -> int:
+    """A process of its own: the question on standard input, the verdict on the last line of standard output."""
+    question = json.load(sys.stdin)
+    section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
+    by_autotp = axes.tensor_by == "autotp"
+    verdict = try_autotp(twin_of(section, axes), axes.tp) if by_autotp else prove(section, axes)
+    print(json.dumps(asdict(verdict)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

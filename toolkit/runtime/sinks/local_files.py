@@ -1,0 +1,135 @@
+"""events.jsonl: what happened besides steps, read off the records."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from toolkit.runtime.metrics.record import Record
+from toolkit.runtime.sinks.wandb_sink import flat
+
+
+class EventSink:
+    """One line for each start, checkpoint, rewind, skipped step, new straggler and end."""
+
+    def __init__(self, path: Path, say: Callable[[str], object] = lambda text: None) -> None:
+        self._path, self._say = path, say
+        self._file: IO[str] | None = None
+        self._last: Record | None = None
+        self._late: int | None = None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        done, plan = int(info.get("done", 0)), info.get("plan", {})
+        ranks = f"{info.get('world_size', 1)} ranks, {plan.get('strategy', '')}"
+        if done or self._path.stat().st_size:
+            self._write("resume", done, f"went on after step {done} with {ranks}")
+        else:
+            self._write("start", 0, f"started with {ranks}")
+
+    def log(self, record: Record) -> None:
+        last = self._last
+        if last is not None and record.step <= last.step:
+            self._write("rewind", record.step, f"went back from step {last.step} to before step {record.step}")
+        if last is not None and record.checkpoint_step > last.checkpoint_step:
+            self._write("checkpoint", record.checkpoint_step, f"checkpoint of step {record.checkpoint_step} is whole")
+        if record.skipped:
+            text = f"update skipped: gradients overflowed; the loss scale is now {record.loss_scale:g}"
+            self._write("skipped", record.step, text)
+        if record.ranks is not None:
+            self._straggler(record)
+        self._last = record
+
+    def _straggler(self, record: Record) -> None:
+        """Told when it is another rank than before."""
+        late = record.straggler
+        rank = int(late["rank"]) if late else None
+        if late and rank != self._late:
+            text = f"rank {rank} holds the others up: its own work takes {late['seconds'] * 1000:.0f} ms a step longer"
+            self._write("straggler", record.step, text)
+            self._say(f"step {record.step}: {text}")
+        self._late = rank
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._write("end", int(summary.get("steps", 0)), f"ended: {summary.get('status')}")
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, kind: str, step: int, text: str) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps({"time": time.time(), "step": step, "kind": kind, "text": text}) + "\n")
+
+
+class TensorboardSink:
+    """Written by tensorboardX, which needs no TensorFlow and no server."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / "tensorboard"
+        self._writer: Any = None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        from tensorboardX import SummaryWriter
+
+        # What a crashed attempt wrote after the checkpoint is hidden by TensorBoard.
+        self._writer = SummaryWriter(str(self._directory), purge_step=int(info.get("done", 0)) + 1)
+
+    def log(self, record: Record) -> None:
+        values = flat({name: value for name, value in vars(record).items() if value is not None})
+        for name, value in values.items():
+            if name not in ("step", "time"):
+                self._writer.add_scalar(name, value, record.step, walltime=record.time)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self._writer.close()
+
+
+class JsonlSink:
+    """metrics.jsonl and summary.json in the run directory."""
+
+    def __init__(self, metrics: Path, summary: Path) -> None:
+        self._metrics, self._summary = metrics, summary
+        self._file: IO[str] | None = None
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._file = self._metrics.open("a", encoding="utf-8", buffering=1)
+
+    def log(self, record: Record) -> None:
+        assert self._file is not None
+        values = {name: value for name, value in vars(record).items() if value is not None}
+        self._file.write(json.dumps(values) + "\n")
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """Cut the file after a step; the lines that stay."""
+        assert self._file is not None
+        self._file.close()
+        kept = keep_until(self._metrics, step)
+        self.start({})
+        return kept
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        if self._file is not None:
+            self._file.close()
+        temporary = self._summary.with_suffix(".tmp")
+        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, self._summary)
+
+
+def keep_until(metrics: Path, step: int) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl after a step, so that a resumed run writes no step twice; the lines that stay."""
+    kept = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else []:
+        try:
+            record = json.loads(line)
+            if record["step"] <= step:
+                kept.append(record)
+        except (ValueError, KeyError, TypeError):  # a line that a crash cut short
+            continue
+    if metrics.exists():
+        temporary = metrics.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(temporary, metrics)
+    return kept
