@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, measured_on_ranks, observed
 from benchmarks.paired import in_turn, ratio
 from toolkit.runtime.data.prefetch import Share
-from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.sample_order import SampleOrder
 from toolkit.runtime.loop import train
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -79,7 +79,7 @@ def bare(run: Observed, samples: Made) -> float:
 def ours(run: Observed, samples: Made, done: list[int]) -> float:
     """The trainer with every sink, one step of the block in detail."""
     run.turn(on=True)
-    order = Order(samples=len(samples), global_batch=run.plan.global_batch, seed=0)
+    order = SampleOrder(samples=len(samples), global_batch=run.plan.global_batch, seed=0)
     share = Share(replica=run.engine.replica, replicas=PROCESSES, micro_batch=run.plan.micro_batch)
     steps = range(done[0], done[0] + DETAIL_EVERY)
     done[0] += DETAIL_EVERY

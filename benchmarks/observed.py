@@ -18,7 +18,7 @@ from toolkit.recipe.file import load_recipe
 from toolkit.recipe.metrics_sections import Wandb
 from toolkit.recipe.schedules import Batches, make_schedule
 from toolkit.recipe.sections import Train
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import broadcast_object, current_world, host_group
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.machine.counters import make_counters
@@ -113,7 +113,9 @@ def observed(stage: int, directory: Path, accumulate: int = 2) -> Observed:
     clock, plain = Switch(), comm.cdb
     timer = comm_timer.install(clock, 1)
     config = deepspeed_config(plan, train, params=10**7, backend="cpu")
-    site = Site(model=recipe.model, train=train, plan=plan, deepspeed=config, schedule=make_schedule(train, 10**6))
+    site = EngineSpec(
+        model=recipe.model, train=train, plan=plan, deepspeed=config, schedule=make_schedule(train, 10**6)
+    )
     engine = build_engine(site, world)
     assert isinstance(engine, ReplicaEngine)
     engine.watch(clock)

@@ -22,7 +22,7 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world, gather_objects
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
@@ -53,7 +53,9 @@ def measure(plan: Plan, steps: int) -> dict[str, float]:
     instructions = PipelineEngine._INSTRUCTION_MAP
     for name, kind in (("forward", schedule.ForwardPass), ("backward", schedule.BackwardPass)):
         instructions[kind] = timed(instructions[kind], turns[name])
-    site = Site(model=recipe.model, train=train, plan=plan, deepspeed=config, schedule=make_schedule(train, steps))
+    site = EngineSpec(
+        model=recipe.model, train=train, plan=plan, deepspeed=config, schedule=make_schedule(train, steps)
+    )
     engine = build_engine(site, current_world())
     ids = torch.randint(0, 256, (plan.micro_batch, recipe.data.seq_len + 1))
     batch = [MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())] * plan.grad_accum

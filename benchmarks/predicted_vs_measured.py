@@ -30,11 +30,7 @@ from toolkit.planner.search import OBJECTIVES, Decision, Option, Search  # noqa:
 from toolkit.plans.job import make_job  # noqa: E402
 from toolkit.recipe.file import load_recipe  # noqa: E402
 from toolkit.recipe.metrics_sections import Metrics, Wandb  # noqa: E402
-from toolkit.recipe.sections import (  # noqa: E402
-    AXES,
-    Recipe,
-    Strategy,
-)
+from toolkit.recipe.sections import AXES, Recipe, StrategySection  # noqa: E402
 from toolkit.sessions.parity import runner  # noqa: E402
 from toolkit.sessions.resolve import Resolved  # noqa: E402
 
@@ -72,7 +68,7 @@ def measured(resolved: Resolved, option: Option, steps: int) -> dict[str, float]
     recipe = replace(
         resolved.recipe,
         train=replace(resolved.recipe.train, steps=steps, epochs=None),
-        strategy=Strategy(name=option.plan.strategy, **fixed),
+        strategy=StrategySection(name=option.plan.strategy, **fixed),
         metrics=Metrics(console=False, wandb=Wandb(mode="disabled")),
     )
     order = replace(resolved, recipe=recipe, decision=replace(resolved.decision, chosen=option))

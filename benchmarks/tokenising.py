@@ -19,7 +19,7 @@ from toolkit.recipe.data_files import data_files
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.tokenizer import HuggingFace, train_tokenizer
-from toolkit.runtime.distributed.rank_zero_first import Alone
+from toolkit.runtime.distributed.rank_zero_first import SingleProcess
 
 PARAGRAPH, CHARACTERS = 2000, 8_000_000
 """Of a document, and of all."""
@@ -50,7 +50,7 @@ def ours(path: Path, work: Path, workers: int, number: int) -> float:
     """Seconds of a cold cache."""
     tokenizer, root = load(work), work / f"cache-{number}"
     started = time.perf_counter()
-    find_or_make(TokenCache(root, workers), Data(), str(path), tokenizer, Alone())
+    find_or_make(TokenCache(root, workers), Data(), str(path), tokenizer, SingleProcess())
     seconds = time.perf_counter() - started
     shutil.rmtree(root)
     return seconds

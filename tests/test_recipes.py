@@ -18,7 +18,7 @@ from toolkit.launching import launchers
 from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
 from toolkit.runtime.supervision.warm_pool import run_warm
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.tiny_recipe import tiny_twin
+from toolkit.sessions.tiny_recipe import tiny_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -45,7 +45,7 @@ def test_headers_say_what_the_recipe_is_for_and_what_is_predicted(path: Path) ->
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 def test_tiny_twins_train(path: Path, tmp_path: Path) -> None:
     """The same task and strategy with real engines on this machine."""
-    recipe, twin = load_recipe(path), tiny_twin(load_recipe(path))
+    recipe, twin = load_recipe(path), tiny_recipe(load_recipe(path))
     assert make_recipe(as_mapping(twin)) == twin
     assert (twin.data.format, twin.strategy.name) == (recipe.data.format, recipe.strategy.name)
     resolved = resolve(twin)

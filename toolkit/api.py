@@ -99,13 +99,13 @@ def train(recipe: RecipeLike, *overrides: str, nproc: int | None = None, run_dir
     """Train in real worker processes; the loss curve is drawn in the cell. An interrupt ends every worker."""
     checked = check(_read(recipe, overrides), environment.environment(), print)
     path = Path(run_dir) if run_dir else new_run_path(checked.output, checked.name)
-    return _run(checked, path, nproc, go_on=False)
+    return _run(checked, path, nproc, resuming=False)
 
 
 def resume(run_dir: str | Path, *overrides: str, nproc: int | None = None) -> Run:
     """Go on with a run from its newest checkpoint, under the same or another strategy and world."""
     path = Path(run_dir)
-    return _run(load_recipe(RunDir(path).recipe, ["checkpoint.resume=auto", *overrides]), path, nproc, go_on=True)
+    return _run(load_recipe(RunDir(path).recipe, ["checkpoint.resume=auto", *overrides]), path, nproc, resuming=True)
 
 
 def parity(
@@ -154,14 +154,14 @@ def _read(recipe: RecipeLike, overrides: tuple[str, ...]) -> Recipe:
     return load_recipe(find_recipe(str(recipe)), overrides)
 
 
-def _run(recipe: Recipe, path: Path, nproc: int | None, *, go_on: bool) -> Run:
+def _run(recipe: Recipe, path: Path, nproc: int | None, *, resuming: bool) -> Run:
     """Workers write to their logs; what they record is drawn here."""
     if in_notebook():
         recipe = replace(recipe, metrics=replace(recipe.metrics, console=False))
     resolved = resolve(recipe, nproc)
     console = Console(file=io.StringIO(), force_jupyter=False) if in_notebook() else Console()
     with LiveCurve(RunDir(path).metrics, recipe.train.steps):
-        code = start(resolved, path, "local", console, go_on=go_on)
+        code = start(resolved, path, "local", console, resuming=resuming)
     if code:
         raise _failure(code, path)
     return Run(path)

@@ -31,7 +31,7 @@ from toolkit.sessions.preflight import check
 from toolkit.sessions.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
-    from toolkit.runtime.supervision.heartbeat_thread import Pulse
+    from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
 
 
 class Terminal:
@@ -63,14 +63,14 @@ class Rank:
     """The supervisor, if one watches; it then reports failures, with more to tell than one rank knows."""
     terminal: Terminal = field(default_factory=Terminal)
     stop: StopRequest = field(default_factory=StopRequest)
-    pulse: Pulse | None = None
+    pulse: HeartbeatThread | None = None
 
-    def settle(self, run: RunDir) -> Pulse:
+    def settle(self, run: RunDir) -> HeartbeatThread:
         """From here on: output to the log, a heartbeat in the run directory."""
-        from toolkit.runtime.supervision.heartbeat_thread import Pulse
+        from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
 
         self.terminal.redirect(run.log(self.number))
-        self.pulse = Pulse(run.heartbeats, self.number, self.terminal.err, self.parent)
+        self.pulse = HeartbeatThread(run.heartbeats, self.number, self.terminal.err, self.parent)
         self.pulse.start()
         return self.pulse
 
@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
     from toolkit.runtime.distributed import process_group
-    from toolkit.runtime.run import Watched, run_rank
+    from toolkit.runtime.run import RankContext, run_rank
 
     world = process_group.World.from_env(os.environ)
     _choose_interface()
@@ -145,7 +145,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         run = _prepare(resolved, args.run_dir, world.rank)
         pulse = rank.settle(run)
     run_rank(
-        layout.read(run), run, world, Watched(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
+        layout.read(run), run, world, RankContext(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
     )
 
 

@@ -17,8 +17,8 @@ from toolkit.checkpoints.format import (
     MANIFEST,
     STATE,
     FileEntry,
+    FragmentEntry,
     Parameter,
-    Piece,
     canonical_json,
     dump_index,
     dump_manifest,
@@ -36,7 +36,7 @@ def make(root: Path, step: int, seed: int = 0) -> Path:
     writing = store.begin(root, step, 1000)
     halves = [f"rank-0000{rank}-0.safetensors" for rank in (0, 1)]
     pieces = [
-        Piece(file=name, key="0:w", kinds=("weight", "exp_avg"), region=flat(rank * 50, rank * 50 + 50))
+        FragmentEntry(file=name, key="0:w", kinds=("weight", "exp_avg"), region=flat(rank * 50, rank * 50 + 50))
         for rank, name in enumerate(halves)
     ]
     documents = {name: random.Random(f"{step}{name}{seed}").randbytes(400) for name in halves}
@@ -134,7 +134,7 @@ def test_a_manifest_that_leads_out_is_refused(tmp_path: Path) -> None:
     ids=["traversal", "absolute", "beyond", "gap", "no list", "no text", "no key"],
 )
 def test_an_index_that_lies_is_refused(change: object) -> None:
-    piece = Piece(file="a", key="0:w", kinds=("weight",), region=flat(0, 100))
+    piece = FragmentEntry(file="a", key="0:w", kinds=("weight",), region=flat(0, 100))
     given = json.loads(dump_index({"w": Parameter(shape=(10, 10), pieces=(piece,))}))
     change(given["parameters"]["w"]["pieces"][0])  # type: ignore[operator]
     with pytest.raises(BadInput, match=r"index\.json"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.clusters.devices import find_device, nearest_names
-from toolkit.cost.published import REQUIRED, Row, execution_of, read_rows, recompute_of
+from toolkit.cost.published import REQUIRED, PublishedRow, execution_of, read_rows, recompute_of
 from toolkit.cost.software import software_of
 from toolkit.cost.validation import regret, spearman, validate
 from toolkit.errors import BadInput
@@ -119,7 +119,7 @@ def test_columns_that_can_be_done_without(tmp_path: Path, rows: list[dict[str, s
 
 def test_missing_micro_batch_follows_from_the_batch(rows: list[dict[str, str]]) -> None:
     staged = next(row for row in rows if row["source_id"] == "torchtitan-2412" and row["pp"] == "8")
-    run = execution_of(Row(2, staged))
+    run = execution_of(PublishedRow(2, staged))
     assert run.grad_accum == 8  # as many micro-batches as stages
     assert run.micro_batch * run.grad_accum * run.dp == int(staged["global_batch"])
 
@@ -151,10 +151,13 @@ def test_recompute_cells() -> None:
 
 def test_silent_columns_follow_from_others(rows: list[dict[str, str]]) -> None:
     llama = next(row for row in rows if row["model"] == "llama3-8b" and row["split"] == "dev")
-    assert execution_of(Row(2, {**llama, "gated_mlp": ""})).model.gated_mlp
-    assert not execution_of(Row(2, {**llama, "gated_mlp": "0"})).model.gated_mlp
-    assert execution_of(Row(2, {**llama, "intra_node": "PCIe Gen4"})).cluster.intra_bytes_per_second == 25e9
-    assert execution_of(Row(2, {**llama, "intra_node": "NVLink3 (400GB/s)"})).cluster.intra_bytes_per_second == 200e9
+    assert execution_of(PublishedRow(2, {**llama, "gated_mlp": ""})).model.gated_mlp
+    assert not execution_of(PublishedRow(2, {**llama, "gated_mlp": "0"})).model.gated_mlp
+    assert execution_of(PublishedRow(2, {**llama, "intra_node": "PCIe Gen4"})).cluster.intra_bytes_per_second == 25e9
+    assert (
+        execution_of(PublishedRow(2, {**llama, "intra_node": "NVLink3 (400GB/s)"})).cluster.intra_bytes_per_second
+        == 200e9
+    )
 
 
 def test_device_names() -> None:

@@ -18,11 +18,11 @@ class Batches:
 
     def __init__(self, run: RunDir) -> None:
         from toolkit.runtime.data.load import load_data
-        from toolkit.runtime.models.input_spec import takes
+        from toolkit.runtime.models.input_spec import input_spec_of
 
         order = layout.read(run)
         self.recipe, self.plan = order.recipe, order.plan
-        loaded = load_data(self.recipe, takes(self.recipe.model))
+        loaded = load_data(self.recipe, input_spec_of(self.recipe.model))
         places = loaded.order(self.recipe, self.plan.global_batch)
         assert self.recipe.train.steps is not None
         self.tokens: list[list[int]] = []

@@ -13,7 +13,7 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.proofs.coverage import tiny_model
@@ -63,7 +63,7 @@ def micro_batches(whole: MicroBatch, plan: Plan, replica: int) -> Iterator[Micro
 
 def train_as_rank(section: Model, plan: Plan, train: Train, data: str) -> Trajectory:
     """What each rank runs."""
-    site = Site(
+    site = EngineSpec(
         model=section,
         train=train,
         plan=plan,

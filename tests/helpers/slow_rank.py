@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.pipeline.engine import PipelineRun
+from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
 SLOW_RANK = 1
@@ -16,7 +16,7 @@ SLEEP_SECONDS = 0.05
 def enter(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """As a worker; the slow rank sleeps in every step."""
     if int(env["RANK"]) == SLOW_RANK:
-        for kind in (ReplicaEngine, PipelineRun):
+        for kind in (ReplicaEngine, PipelineEngine):
             kind.step = slow(kind.step)
     enter_worker(argv, env)
 

@@ -50,7 +50,7 @@ def supervised(
 ) -> Outcome:
     """Run a recipe into a directory, new or one that goes on; `disturb` gets it in a thread of its own."""
     resolved = resolve(make_recipe(dict(recipe), overrides), nproc)
-    run = resolved.write(path, go_on=path.exists())
+    run = resolved.write(path, resuming=path.exists())
     pids: list[int] = []
     disturbed = [time.monotonic()]
 

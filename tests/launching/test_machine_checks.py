@@ -10,11 +10,11 @@ import pytest
 
 from toolkit import cli
 from toolkit.launching import machine_checks
-from toolkit.launching.machine_checks import Site, examine
+from toolkit.launching.machine_checks import CheckContext, examine
 
 
-def site(tmp_path: Path, **env: str) -> Site:
-    return Site(tmp_path / "runs" / "not-made-yet", {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), **env})
+def site(tmp_path: Path, **env: str) -> CheckContext:
+    return CheckContext(tmp_path / "runs" / "not-made-yet", {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), **env})
 
 
 def test_a_machine_that_trains_has_no_errors(tmp_path: Path) -> None:

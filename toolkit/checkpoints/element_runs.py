@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Run:
+class StridedRange:
     """`count` pieces of `length` elements each, `stride` apart."""
 
     start: int
@@ -31,7 +31,7 @@ class Run:
         return self.length * self.count
 
 
-Region = tuple[Run, ...]
+Region = tuple[StridedRange, ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Overlap:
 
 def flat(start: int, stop: int) -> Region:
     """The elements from `start` to `stop` of the flattened parameter."""
-    return (Run(start, stop - start),) if stop > start else ()
+    return (StridedRange(start, stop - start),) if stop > start else ()
 
 
 def box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Region:
@@ -65,7 +65,7 @@ def box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) ->
     outer = itertools.product(*(range(offsets[d], offsets[d] + lengths[d]) for d in range(cut - 1)))
     above = cut - 1
     return tuple(
-        Run(
+        StridedRange(
             first + offsets[above] * strides[above] + sum(i * strides[d] for d, i in enumerate(index)),
             length,
             strides[above],
@@ -80,9 +80,9 @@ def size(region: Region) -> int:
     return sum(run.size for run in region)
 
 
-def take(region: Region, start: int, stop: int) -> Region:
+def slice_runs(region: Region, start: int, stop: int) -> Region:
     """The part of a region from its element `start` to `stop`, counted in its own order."""
-    parts: list[Run] = []
+    parts: list[StridedRange] = []
     begin = 0
     for run in region:
         low, high = max(start - begin, 0), min(stop - begin, run.size)
@@ -92,21 +92,21 @@ def take(region: Region, start: int, stop: int) -> Region:
     return tuple(parts)
 
 
-def _take_run(run: Run, low: int, high: int) -> Iterator[Run]:
+def _take_run(run: StridedRange, low: int, high: int) -> Iterator[StridedRange]:
     """A run's elements from `low` to `high`: the end of a piece, whole pieces, the beginning of a piece."""
     first, head = divmod(low, run.length)
     last, tail = divmod(high, run.length)
     if first == last:
-        yield Run(run.start + first * run.stride + head, tail - head)
+        yield StridedRange(run.start + first * run.stride + head, tail - head)
         return
     if head:
-        yield Run(run.start + first * run.stride + head, run.length - head)
+        yield StridedRange(run.start + first * run.stride + head, run.length - head)
         first += 1
     if last > first:
         count = last - first
-        yield Run(run.start + first * run.stride, run.length, run.stride if count > 1 else 0, count)
+        yield StridedRange(run.start + first * run.stride, run.length, run.stride if count > 1 else 0, count)
     if tail:
-        yield Run(run.start + last * run.stride, tail)
+        yield StridedRange(run.start + last * run.stride, tail)
 
 
 def overlaps(first: Region, second: Region) -> Iterator[Overlap]:
@@ -162,7 +162,7 @@ def from_json(given: object) -> Region:
     for item in given:
         if not isinstance(item, list) or len(item) not in (2, 4) or not all(type(n) is int and n >= 0 for n in item):
             raise ValueError(f"{item!r} is not a run")
-        runs.append(Run(*item))
+        runs.append(StridedRange(*item))
         if runs[-1].length < 1 or runs[-1].count < 1:
             raise ValueError(f"{item!r} is an empty run")
     return tuple(runs)

@@ -45,7 +45,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class FragmentEntry:
     """Elements of a parameter in one file, with every kind of state that belongs to them."""
 
     file: str
@@ -63,7 +63,7 @@ class Parameter:
     """One parameter under its Hugging Face name."""
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FragmentEntry, ...]
 
     def kinds(self) -> set[str]:
         """Every kind of state that is stored."""
@@ -115,13 +115,15 @@ def _parameter(entry: Mapping[str, Any], files: set[str]) -> Parameter:
     return Parameter(shape=shape, pieces=tuple(_piece(piece, files) for piece in entry["pieces"]))
 
 
-def _piece(given: Mapping[str, Any], files: set[str]) -> Piece:
+def _piece(given: Mapping[str, Any], files: set[str]) -> FragmentEntry:
     if given["file"] not in files:
         raise ValueError(f"{given['file']!r} is no file of the manifest")
     kinds = tuple(given["kinds"])
     if not isinstance(given["key"], str) or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError("key and kinds are not text")
-    return Piece(file=given["file"], key=given["key"], kinds=kinds, region=element_runs.from_json(given["runs"]))
+    return FragmentEntry(
+        file=given["file"], key=given["key"], kinds=kinds, region=element_runs.from_json(given["runs"])
+    )
 
 
 def _check_cover(name: str, parameter: Parameter) -> None:

@@ -11,8 +11,8 @@ from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
 from toolkit.run_dir.async_islands import parse_address
-from toolkit.sessions.async_islands import Part
-from toolkit.sessions.tiny_recipe import tiny_twin
+from toolkit.sessions.async_islands import IslandArguments
+from toolkit.sessions.tiny_recipe import tiny_recipe
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
@@ -33,7 +33,7 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
     path = find_recipe(args.recipe)
     if not args.tiny:
         return load_recipe(path, args.overrides)
-    return make_recipe(as_mapping(tiny_twin(load_recipe(path))), args.overrides, source=str(path))
+    return make_recipe(as_mapping(tiny_recipe(load_recipe(path))), args.overrides, source=str(path))
 
 
 def positive(text: str) -> int:
@@ -77,11 +77,11 @@ def add_island_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_part(args: argparse.Namespace) -> Part:
+def read_part(args: argparse.Namespace) -> IslandArguments:
     """From the command line."""
     if (args.mailbox is None) != (args.island is None):
         raise BadInput("--island", "--island and --mailbox go together: which island this is, and where all meet")
-    return Part(None if args.mailbox is None else parse_address(args.mailbox), args.island)
+    return IslandArguments(None if args.mailbox is None else parse_address(args.mailbox), args.island)
 
 
 def add_restart_argument(parser: argparse.ArgumentParser) -> None:

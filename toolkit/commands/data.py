@@ -17,7 +17,7 @@ from toolkit.recipe.sections import Recipe
 from toolkit.sessions.preflight import check
 
 if TYPE_CHECKING:
-    from toolkit.runtime.data.dataset import Loaded
+    from toolkit.runtime.data.dataset import Dataset
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     recipe = check(read_recipe(args), environment.environment(), console.print)
     with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
         from toolkit.runtime.data.load import load_data
-        from toolkit.runtime.models.input_spec import takes
+        from toolkit.runtime.models.input_spec import input_spec_of
 
-        loaded = load_data(recipe, takes(recipe.model), terminal=console.file)
+        loaded = load_data(recipe, input_spec_of(recipe.model), terminal=console.file)
     steps = step_ids(recipe, loaded, args.steps, args.world)
     if args.json:
         print(json.dumps(summary(loaded) | {"steps": steps}))
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summary(loaded: Loaded) -> dict[str, Any]:
+def summary(loaded: Dataset) -> dict[str, Any]:
     """The numbers of the contract, and a few more."""
     return {
         "documents": loaded.documents,
@@ -62,7 +62,7 @@ def summary(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def step_ids(recipe: Recipe, loaded: Loaded, steps: int, world: int | None) -> list[dict[str, Any]]:
+def step_ids(recipe: Recipe, loaded: Dataset, steps: int, world: int | None) -> list[dict[str, Any]]:
     """Sample ids of the first steps, the same for every world size; with a world also each replica's."""
     from toolkit.runtime.data.sample_order import PAST_END, own_share
 
@@ -79,7 +79,7 @@ def step_ids(recipe: Recipe, loaded: Loaded, steps: int, world: int | None) -> l
     return found
 
 
-def _show(console: Console, loaded: Loaded, steps: list[dict[str, Any]]) -> None:
+def _show(console: Console, loaded: Dataset, steps: list[dict[str, Any]]) -> None:
     numbers = summary(loaded)
     console.print(
         f"{numbers['documents']:,} documents · {numbers['tokens']:,} tokens · {numbers['samples']:,} samples · "
@@ -94,7 +94,7 @@ def _show(console: Console, loaded: Loaded, steps: list[dict[str, Any]]) -> None
         console.print(f"step {step['step']}: samples {ids}", highlight=False)
 
 
-def _show_sample(console: Console, loaded: Loaded, number: int) -> None:
+def _show_sample(console: Console, loaded: Dataset, number: int) -> None:
     """One sample as text: what the loss counts is bright, the rest is dim."""
     import numpy as np
 
@@ -116,7 +116,7 @@ def _show_sample(console: Console, loaded: Loaded, number: int) -> None:
     console.print(_marked(loaded, micro.input_ids[0].tolist(), micro.labels[0].tolist(), IGNORE))
 
 
-def _marked(loaded: Loaded, ids: list[int], labels: list[int], ignored: int) -> Text:
+def _marked(loaded: Dataset, ids: list[int], labels: list[int], ignored: int) -> Text:
     """Runs of tokens that count, or do not; a token counts if its prediction does."""
     assert loaded.tokenizer is not None
     flags = [False, *(label != ignored for label in labels[:-1])]

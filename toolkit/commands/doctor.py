@@ -11,7 +11,7 @@ from rich.console import Console
 
 from toolkit.errors import BadInput
 from toolkit.launching import environment
-from toolkit.launching.machine_checks import ALL, Site, examine
+from toolkit.launching.machine_checks import ALL, CheckContext, examine
 from toolkit.reports.findings import show
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if nothing is in the way, 1 if something must be fixed."""
-    site = Site(args.output, environment.environment(), read_hosts(args.hostfile) if args.hostfile else ())
+    site = CheckContext(args.output, environment.environment(), read_hosts(args.hostfile) if args.hostfile else ())
     findings = examine(site, ALL)
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))

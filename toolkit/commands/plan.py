@@ -12,7 +12,7 @@ from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.recipe.file import dump_recipe
 from toolkit.reports.plan_page import render
 from toolkit.reports.plan_table import show_decision, show_notes
-from toolkit.sessions.resolve import all_notes, resolve
+from toolkit.sessions.resolve import plan_notes, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
     if args.html:
         args.html.write_text(render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)), encoding="utf-8")
-    found = all_notes(resolved)
+    found = plan_notes(resolved)
     if args.json:
         print(json.dumps({**resolved.decision.to_json(), "notes": found}, indent=1))
     else:

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         args.launcher,
         console,
         max_restarts=args.max_restarts,
-        go_on=True,
+        resuming=True,
         hosts=hosts,
         part=read_part(args),
     )

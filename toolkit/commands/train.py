@@ -25,7 +25,7 @@ from toolkit.run_dir.layout import new_run_path
 from toolkit.sessions import ray
 from toolkit.sessions.hosts import check_launcher, on_hosts, planned_commands
 from toolkit.sessions.preflight import check, prove
-from toolkit.sessions.resolve import Resolved, all_notes, proven, resolve
+from toolkit.sessions.resolve import Resolved, plan_notes, proven, resolve
 from toolkit.sessions.start import start
 
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         commands = planned_commands(args.launcher, path, resolved.job.cluster, hosts)
         return _dry_run(resolved, commands, console)
     show_decision(resolved.decision, console, top=3)
-    show_notes(all_notes(resolved), console)
+    show_notes(plan_notes(resolved), console)
     return start(resolved, path, args.launcher, console, max_restarts=args.max_restarts, hosts=hosts, part=part)
 
 
@@ -78,7 +78,7 @@ def _dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launchers.Comma
     console.print(dump_recipe(resolved.recipe), markup=False, highlight=False)
     console.rule("plan")
     show_decision(resolved.decision, console, top=3)
-    show_notes(all_notes(resolved), console)
+    show_notes(plan_notes(resolved), console)
     console.rule("deepspeed.json")
     console.print(json.dumps(resolved.deepspeed, indent=2), markup=False, highlight=False)
     for place, started in commands.items():

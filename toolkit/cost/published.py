@@ -49,7 +49,7 @@ LARGEST_LINK_DOMAIN = 64
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One line of the file, as text, with its line number."""
 
     number: int
@@ -75,12 +75,12 @@ class NotScorable(Exception):
     """A row that lacks what a prediction needs; the message is the reason."""
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[PublishedRow]:
     """All rows; `BadInput` names missing columns, and row and column of each cell that should be a number."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            rows = [Row(number, _texts(cells)) for number, cells in enumerate(reader, 2)]
+            rows = [PublishedRow(number, _texts(cells)) for number, cells in enumerate(reader, 2)]
             columns = reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise BadInput(str(path), f"can't be read as CSV: {error}") from error
@@ -98,7 +98,7 @@ def _texts(cells: Mapping[str | None, object]) -> dict[str, str]:
     return {column: text for column, text in cells.items() if column is not None and isinstance(text, str)}
 
 
-def _text_in_numbers(rows: list[Row]) -> Iterator[Problem]:
+def _text_in_numbers(rows: list[PublishedRow]) -> Iterator[Problem]:
     for row in rows:
         for column in NUMBERS:
             try:
@@ -108,7 +108,7 @@ def _text_in_numbers(rows: list[Row]) -> Iterator[Problem]:
                 yield Problem(f"row {row.number}, column {column}", what)
 
 
-def execution_of(row: Row) -> Execution:
+def execution_of(row: PublishedRow) -> Execution:
     """The execution that a row describes; `NotScorable` where that can't be told."""
     device = _device(row)
     cluster = _cluster(row, device)
@@ -135,7 +135,7 @@ def execution_of(row: Row) -> Execution:
     )  # fmt: skip
 
 
-def measured_seconds(row: Row) -> float | None:
+def measured_seconds(row: PublishedRow) -> float | None:
     """Seconds a step: stated, or from tokens a second."""
     for column in ("step_time_s_derived", "step_time_s"):
         value = row.number_of(column)
@@ -145,12 +145,12 @@ def measured_seconds(row: Row) -> float | None:
     return batch * seq / rate / cluster_size(row) if rate and batch and seq else None
 
 
-def cluster_size(row: Row) -> int:
+def cluster_size(row: PublishedRow) -> int:
     """Devices of the job."""
     return row.count("n_gpus", 0) or row.count("tp") * row.count("pp") * row.count("cp") * row.count("dp")
 
 
-def model_of(row: Row) -> ModelSpec:
+def model_of(row: PublishedRow) -> ModelSpec:
     """A decoder with the row's shape."""
     layers, hidden, heads = (_needed(row, column) for column in ("n_layers", "hidden", "heads"))
     stated = row.text("gated_mlp").lower()
@@ -176,14 +176,14 @@ def recompute_of(text: str) -> Recompute:
     return next((found for words, found in CHECKPOINTING if re.search(words, lowered)), RECOMPUTE["none"])
 
 
-def _needed(row: Row, column: str) -> int:
+def _needed(row: PublishedRow, column: str) -> int:
     value = row.number_of(column)
     if value is None or value < 1:
         raise NotScorable(f"{column} not stated")
     return round(value)
 
 
-def _device(row: Row) -> Device:
+def _device(row: PublishedRow) -> Device:
     name = row.text("gpu")
     hint = f"{row.text('gpu_variant')} {row.text('intra_node')}"
     device = find_device(name, memory_gb=row.number_of("gpu_mem_gb"), hint=hint)
@@ -198,7 +198,7 @@ def _device(row: Row) -> Device:
     )
 
 
-def _cluster(row: Row, device: Device) -> Cluster:
+def _cluster(row: PublishedRow, device: Device) -> Cluster:
     devices = cluster_size(row)
     per_node = min(devices, row.count("gpus_per_node", device.link_domain))
     if device.link_domain > 8 and "NVL72" in row.text("intra_node").upper():
@@ -222,7 +222,7 @@ def _link(text: str, device: Device) -> float:
     return device.link_bytes_per_second
 
 
-def _batches(row: Row, dp: int, pp: int) -> tuple[int, int]:
+def _batches(row: PublishedRow, dp: int, pp: int) -> tuple[int, int]:
     """Micro-batch and micro-batches a step; what is missing follows from the global batch."""
     batch, micro, accum = row.number_of("global_batch"), row.number_of("micro_batch"), row.number_of("grad_accum")
     if batch is None:
@@ -236,7 +236,7 @@ def _batches(row: Row, dp: int, pp: int) -> tuple[int, int]:
     return micro, max(1, round(share / micro))
 
 
-def _flash(row: Row, device: Device) -> bool:
+def _flash(row: PublishedRow, device: Device) -> bool:
     """Unknown and selective recompute: scores were stored, or there would be nothing to recompute."""
     text = row.text("flash_attn").lower()
     if device.name.startswith("V100") or text in NO:

@@ -13,7 +13,7 @@ from typing import Any
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.execution import Execution
 from toolkit.cost.memory import device_bytes
-from toolkit.cost.published import NotScorable, Row, cluster_size, execution_of, measured_seconds, read_rows
+from toolkit.cost.published import NotScorable, PublishedRow, cluster_size, execution_of, measured_seconds, read_rows
 from toolkit.cost.timing import seconds
 
 GIB = 2**30
@@ -28,7 +28,7 @@ SAME_JOB = (
 class Case:
     """A row that can be scored."""
 
-    row: Row
+    row: PublishedRow
     execution: Execution
     seconds: float | None
     """Measured seconds a step."""
@@ -83,7 +83,7 @@ def validate(csv_path: str | Path, cal: Calibration = CALIBRATION) -> dict[str, 
     }
 
 
-def read_cases(rows: Iterable[Row]) -> tuple[list[Case], Counter[str]]:
+def read_cases(rows: Iterable[PublishedRow]) -> tuple[list[Case], Counter[str]]:
     """Rows that can be scored, and how many can't for each reason."""
     cases: list[Case] = []
     unscored: Counter[str] = Counter()
@@ -95,7 +95,7 @@ def read_cases(rows: Iterable[Row]) -> tuple[list[Case], Counter[str]]:
     return cases, unscored
 
 
-def _case(row: Row) -> Case:
+def _case(row: PublishedRow) -> Case:
     if row.text("split").lower() == "reference":
         raise NotScorable("reference row: under-specified, not for scores")
     measured, memory = measured_seconds(row), row.number_of("mem_gib")

@@ -15,7 +15,7 @@ from toolkit.clusters.cluster import Cluster
 from toolkit.launching.launchers import WORKER, accelerate_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe
-from toolkit.recipe.sections import AXES, ClusterSection, Recipe, Strategy
+from toolkit.recipe.sections import AXES, ClusterSection, Recipe, StrategySection
 from toolkit.run_dir.layout import new_run_path
 
 GIB = 2**30
@@ -43,7 +43,7 @@ class Emission:
 def fixed_recipe(recipe: Recipe, plan: Plan, cluster: Cluster) -> Recipe:
     """The recipe that plans to exactly this plan, on any machine."""
     axes = {axis: getattr(plan, axis) for axis in AXES}
-    strategy = Strategy(name=plan.strategy, nvme_path=recipe.strategy.nvme_path, **axes)
+    strategy = StrategySection(name=plan.strategy, nvme_path=recipe.strategy.nvme_path, **axes)
     return replace(recipe, strategy=strategy, cluster=recipe.cluster if recipe.cluster == "auto" else _inline(cluster))
 
 

@@ -30,7 +30,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Site:
+class CheckContext:
     """What is looked at."""
 
     output: Path
@@ -47,7 +47,7 @@ FLOORS = {
 }
 
 
-def versions(site: Site) -> Iterator[Finding]:
+def versions(site: CheckContext) -> Iterator[Finding]:
     """Installed versions against known defects."""
     for package, (floor, why) in FLOORS.items():
         try:
@@ -61,7 +61,7 @@ def versions(site: Site) -> Iterator[Finding]:
             yield Finding("versions", "ok", f"{package} {version}")
 
 
-def stale_locks(site: Site) -> Iterator[Finding]:
+def stale_locks(site: CheckContext) -> Iterator[Finding]:
     """Lock files of interrupted kernel builds: every later build waits for them for ever, without a word."""
     root = Path(site.env.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     locks = [lock for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 600]
@@ -71,7 +71,7 @@ def stale_locks(site: Site) -> Iterator[Finding]:
         yield Finding("build locks", "ok", "none is stale")
 
 
-def shared_memory(site: Site) -> Iterator[Finding]:
+def shared_memory(site: CheckContext) -> Iterator[Finding]:
     """Collectives and data loaders of one host go through it."""
     path = Path("/dev/shm")  # noqa: S108 - looked at, not written to
     if not path.is_dir():
@@ -83,7 +83,7 @@ def shared_memory(site: Site) -> Iterator[Finding]:
     yield Finding("shared memory", level, f"{free / GB:.1f} GB free", fix)
 
 
-def limits(site: Site) -> Iterator[Finding]:
+def limits(site: CheckContext) -> Iterator[Finding]:
     """Limits of the process that training meets."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -94,7 +94,7 @@ def limits(site: Site) -> Iterator[Finding]:
         yield Finding("limits", "warning", f"{locked} bytes of locked memory", "ulimit -l unlimited: RDMA needs it")
 
 
-def ports(site: Site) -> Iterator[Finding]:
+def ports(site: CheckContext) -> Iterator[Finding]:
     """Ranks meet at a TCP port, over an interface that other hosts can reach."""
     try:
         with socket.socket() as probe:
@@ -110,7 +110,7 @@ def ports(site: Site) -> Iterator[Finding]:
         yield Finding("ports", "warning", "this host's own name does not resolve", fix)
 
 
-def hosts(site: Site) -> Iterator[Finding]:
+def hosts(site: CheckContext) -> Iterator[Finding]:
     """Every host of the hostfile answers on its SSH port."""
     for host in site.hosts:
         try:
@@ -121,7 +121,7 @@ def hosts(site: Site) -> Iterator[Finding]:
             yield Finding("hosts", "error", f"{host} does not answer on port 22: {error}", fix)
 
 
-def devices(site: Site) -> Iterator[Finding]:
+def devices(site: CheckContext) -> Iterator[Finding]:
     """Accelerators that exist against those that are visible."""
     present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
     visible = site.env.get("CUDA_VISIBLE_DEVICES")
@@ -134,7 +134,7 @@ def devices(site: Site) -> Iterator[Finding]:
         yield Finding("devices", "ok", f"{len(present)} NVIDIA devices")
 
 
-def disk(site: Site) -> Iterator[Finding]:
+def disk(site: CheckContext) -> Iterator[Finding]:
     """Space where runs and checkpoints go."""
     place = next(path for path in (site.output.resolve(), *site.output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
@@ -146,7 +146,7 @@ def disk(site: Site) -> Iterator[Finding]:
         yield Finding("disk", "ok", f"{free / GB:.0f} GB free in {place}")
 
 
-def write_speed(site: Site) -> Iterator[Finding]:
+def write_speed(site: CheckContext) -> Iterator[Finding]:
     """How fast a checkpoint can be written and synced there."""
     place = next(path for path in (site.output.resolve(), *site.output.resolve().parents) if path.exists())
     block, count = os.urandom(1 << 22), 16
@@ -166,7 +166,7 @@ def write_speed(site: Site) -> Iterator[Finding]:
     yield Finding("write speed", "warning" if slow else "ok", f"{rate:.2f} GB/s in {place}", fix)
 
 
-def wandb_login(site: Site) -> Iterator[Finding]:
+def wandb_login(site: CheckContext) -> Iterator[Finding]:
     """Whether runs can be recorded online."""
     if site.env.get("WANDB_API_KEY") or "api.wandb.ai" in _netrc():
         yield Finding("W&B", "ok", "a key is there")
@@ -181,12 +181,12 @@ def _netrc() -> str:
         return ""
 
 
-Check = Callable[[Site], Iterator[Finding]]
+Check = Callable[[CheckContext], Iterator[Finding]]
 QUICK: tuple[Check, ...] = (versions, stale_locks, shared_memory, limits, ports, devices, disk)
 """What `toolkit train` runs first: milliseconds."""
 ALL: tuple[Check, ...] = (*QUICK, hosts, write_speed, wandb_login)
 
 
-def examine(site: Site, checks: tuple[Check, ...] = ALL) -> list[Finding]:
+def examine(site: CheckContext, checks: tuple[Check, ...] = ALL) -> list[Finding]:
     """Every finding of these checks."""
     return [finding for check in checks for finding in check(site)]

@@ -102,7 +102,7 @@ WARMUP = 5 / 90
 """Share of a run that a scaled learning rate is warmed up over: 5 of 90 epochs (Goyal et al. 2017)."""
 
 
-def notes(plan: Plan, train: Train) -> list[str]:
+def caveats(plan: Plan, train: Train) -> list[str]:
     """One sentence each; a plan that is exact and ordinary has none."""
     return [*_batch(train), *_wire(plan, train)]
 

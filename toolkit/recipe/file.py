@@ -15,7 +15,7 @@ from toolkit.errors import BadInput, Problem
 from toolkit.recipe.batch_sections import one_bit_faults, outer_faults, ramp_faults, reduce_faults
 from toolkit.recipe.data_checks import data_faults, task_of
 from toolkit.recipe.schema import build, show
-from toolkit.recipe.sections import Recipe, Strategy, Train
+from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
 from toolkit.secrets import secret_faults
 
@@ -135,7 +135,7 @@ def _train_faults(train: Train) -> Iterator[Problem]:
         yield Problem("train.warmup", what)
 
 
-def _strategy_faults(strategy: Strategy) -> Iterator[Problem]:
+def _strategy_faults(strategy: StrategySection) -> Iterator[Problem]:
     to_disk = (strategy.offload or "").startswith("nvme")
     if to_disk and strategy.nvme_path is None:
         yield Problem("strategy.nvme_path", "required with nvme offload: a directory on the fast disk")

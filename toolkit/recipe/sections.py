@@ -163,7 +163,7 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class StrategySection:
     """How the work is spread. Any axis may be fixed; the planner fills the rest."""
 
     name: str = "auto"
@@ -210,7 +210,7 @@ class Strategy:
         return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
 
 
-AXES = tuple(f.name for f in fields(Strategy) if f.name not in ("name", "nvme_path"))
+AXES = tuple(f.name for f in fields(StrategySection) if f.name not in ("name", "nvme_path"))
 """Axes of a plan that a recipe may fix under `strategy`: the fields of `Plan` but its strategy and precision."""
 
 
@@ -276,7 +276,7 @@ class Recipe:
     """The training data."""
     train: Train = field(default_factory=Train)
     """Optimisation."""
-    strategy: Strategy = field(default_factory=Strategy)
+    strategy: StrategySection = field(default_factory=StrategySection)
     """How the work is spread."""
     cluster: str | ClusterSection = "auto"
     """`auto` (this machine), a name in configs/clusters, a path, or a mapping."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from toolkit.reports.reader import Run, settled
-from toolkit.run_dir.predicted_vs_measured import Row, compare
+from toolkit.reports.reader import RecordedRun, settled
+from toolkit.run_dir.predicted_vs_measured import ComparisonRow, compare
 from toolkit.run_dir.step_parts import MEMORY
 from toolkit.secrets import redact
 
@@ -18,7 +18,7 @@ GIB = 2**30
 MIB = 2**20
 
 
-def facts(run: Run) -> dict[str, str]:
+def facts(run: RecordedRun) -> dict[str, str]:
     """The run in a few lines."""
     loss, rest = run.scalars["loss"], settled(len(run.steps))
     known = loss[~np.isnan(loss)]
@@ -38,7 +38,7 @@ def facts(run: Run) -> dict[str, str]:
     return {key: value.replace("nan%", "–") for key, value in found.items()}
 
 
-def plan_words(run: Run) -> str:
+def plan_words(run: RecordedRun) -> str:
     """The plan in a line."""
     plan = run.plan
     axes = [f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp", "sp", "ep") if plan.get(axis, 1) > 1]
@@ -47,41 +47,43 @@ def plan_words(run: Run) -> str:
     return " · ".join([str(plan.get("strategy", "no plan.json")), *axes, *stage, *micro])
 
 
-def rows(run: Run) -> list[Row]:
+def rows(run: RecordedRun) -> list[ComparisonRow]:
     """Predicted against measured, by part."""
     return compare(run.plan.get("time", {}), run.mean_parts())
 
 
-def step_ratio(run: Run) -> tuple[float | None, float]:
+def step_ratio(run: RecordedRun) -> tuple[float | None, float]:
     """Predicted and measured seconds of a step."""
     predicted = run.plan.get("time", {}).get("total")
     return predicted, _median(run, "step_seconds", settled(len(run.steps)))
 
 
-def memory_rows(run: Run) -> list[Row]:
+def memory_rows(run: RecordedRun) -> list[ComparisonRow]:
     """Bytes by part on the fullest rank, predicted and measured."""
     found = run.summary.get("memory_parts") or {}
-    return [Row(n, MEMORY[n][0], part["predicted"], part["measured"]) for n, part in found.items() if n in MEMORY]
+    return [
+        ComparisonRow(n, MEMORY[n][0], part["predicted"], part["measured"]) for n, part in found.items() if n in MEMORY
+    ]
 
 
-def memory_by_rank(run: Run) -> list[int]:
+def memory_by_rank(run: RecordedRun) -> list[int]:
     """Peak of each rank, once the run has ended."""
     return [int(size) for size in run.summary.get("memory_bytes_by_rank", [])]
 
 
-def collectives(run: Run) -> list[dict[str, Any]]:
+def collectives(run: RecordedRun) -> list[dict[str, Any]]:
     """One row a kind of collective and axis: calls, bytes and seconds of one step on rank 0."""
     return [{"name": name, **values} for name, values in run.last_detail.get("collectives", {}).items()]
 
 
-def differing_keys(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
     """Recipe keys whose values are not the same in all runs."""
     flat = [flatten(recipe(run)) for run in runs]
     keys = sorted({key for one in flat for key in one})
     return [(key, [str(one.get(key, "–")) for one in flat]) for key in keys if len({str(f.get(key)) for f in flat}) > 1]
 
 
-def recipe(run: Run) -> dict[str, Any]:
+def recipe(run: RecordedRun) -> dict[str, Any]:
     """The run's recipe without secrets."""
     found = redact(yaml.safe_load(run.recipe) or {})
     return found if isinstance(found, dict) else {}
@@ -97,12 +99,12 @@ def flatten(tree: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _wall(run: Run) -> np.ndarray:
+def _wall(run: RecordedRun) -> np.ndarray:
     wall = run.scalars["wall_seconds"]
     return np.where(np.isnan(wall), run.scalars["step_seconds"], wall)
 
 
-def _median(run: Run, name: str, rest: slice) -> float:
+def _median(run: RecordedRun, name: str, rest: slice) -> float:
     values = run.scalars[name][rest]
     return float("nan") if np.isnan(values).all() else float(np.nanmedian(values))
 

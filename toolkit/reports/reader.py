@@ -38,7 +38,7 @@ TAIL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RecordedRun:
     """Everything that a report shows of one run."""
 
     path: Path
@@ -75,7 +75,7 @@ def settled(steps: int) -> slice:
     return slice(3, None) if steps > 3 else slice(None)
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RecordedRun:
     """Read a run directory; `BadInput` if it is none, or has no steps yet."""
     run = RunDir(path)
     if not run.metrics.is_file():
@@ -88,7 +88,7 @@ def read_run(path: Path) -> Run:
     scalars = {name: _floats(table[name]) for name in SCALARS}
     parts = {name: _floats(pa.compute.struct_field(table["parts"], name)) for name in PARTS}
     detailed = _detailed(run.metrics, table)
-    return Run(
+    return RecordedRun(
         path=path,
         recipe=run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else "",
         plan=_json(run.plan),

@@ -14,7 +14,7 @@ import yaml
 from toolkit.errors import BadInput
 from toolkit.reports import figures
 from toolkit.reports.downsample import extremes, means
-from toolkit.reports.reader import Run
+from toolkit.reports.reader import RecordedRun
 from toolkit.reports.template import fill
 from toolkit.run_dir.step_parts import PARTS
 from toolkit.secrets import redact
@@ -24,7 +24,7 @@ SHOWN_RANKS = 4096
 SHOWN_EVENTS = 500
 
 
-def render(runs: Sequence[Run], hidden: Iterable[str] = ()) -> str:
+def render(runs: Sequence[RecordedRun], hidden: Iterable[str] = ()) -> str:
     """The page of one run, or of several laid over one another; secrets, and what is in `hidden`, are left out."""
     data = {
         "title": runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs),
@@ -45,7 +45,7 @@ def plotly_script() -> str:
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: RecordedRun) -> dict[str, Any]:
     predicted, measured = figures.step_ratio(run)
     return {
         "name": run.name,
@@ -81,7 +81,7 @@ def _curve(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
     return {"x": steps[kept].tolist(), "y": _plain(values[kept])}
 
 
-def _band(run: Run, stats: dict[str, np.ndarray]) -> dict[str, Any]:
+def _band(run: RecordedRun, stats: dict[str, np.ndarray]) -> dict[str, Any]:
     """Smallest, mean and largest over ranks at the same steps; the widest moments are kept."""
     kept = extremes(stats["max"], 600)
     return {"x": run.rank_steps[kept].tolist(), **{name: _plain(values[kept]) for name, values in stats.items()}}

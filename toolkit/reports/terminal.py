@@ -10,7 +10,7 @@ from rich.table import Table
 
 from toolkit.reports import figures
 from toolkit.reports.figures import milliseconds, size
-from toolkit.reports.reader import Run
+from toolkit.reports.reader import RecordedRun
 from toolkit.run_dir.step_parts import PARTS
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -18,7 +18,7 @@ WIDTH = 60
 SHOWN_EVENTS = 12
 
 
-def show(runs: Sequence[Run], console: Console) -> None:
+def show(runs: Sequence[RecordedRun], console: Console) -> None:
     """One run in full, or several side by side."""
     if len(runs) == 1:
         _one(runs[0], console)
@@ -26,7 +26,7 @@ def show(runs: Sequence[Run], console: Console) -> None:
         _several(runs, console)
 
 
-def _one(run: Run, console: Console) -> None:
+def _one(run: RecordedRun, console: Console) -> None:
     console.rule(f"[bold]{escape(run.name)}")
     console.print(figures.plan_words(run), highlight=False)
     console.print(f"loss {spark(run)}", highlight=False)
@@ -43,7 +43,7 @@ def _one(run: Run, console: Console) -> None:
         console.print(f"step {event.get('step', '?'):>7}  {event.get('text', '')}", highlight=False, markup=False)
 
 
-def spark(run: Run) -> str:
+def spark(run: RecordedRun) -> str:
     """The loss as a line of blocks."""
     loss = [value for value in run.scalars["loss"].tolist() if value == value]
     chunks = [loss[i * len(loss) // WIDTH : (i + 1) * len(loss) // WIDTH] for i in range(WIDTH)]
@@ -61,7 +61,7 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-def _predictions(run: Run) -> Table:
+def _predictions(run: RecordedRun) -> Table:
     table = _table("predicted against measured", "part of a step", "predicted", "measured", "measured / predicted")
     predicted, measured = figures.step_ratio(run)
     for row in figures.rows(run):
@@ -73,7 +73,7 @@ def _predictions(run: Run) -> Table:
     return table
 
 
-def _parts(run: Run) -> Table:
+def _parts(run: RecordedRun) -> Table:
     table = _table("where a step's time goes (rank 0)", "part", "a step", "share")
     means = run.mean_parts()
     total = sum(means.values()) or 1.0
@@ -83,7 +83,7 @@ def _parts(run: Run) -> Table:
     return table
 
 
-def _memory(run: Run) -> Table:
+def _memory(run: RecordedRun) -> Table:
     predicted = run.plan.get("memory", {}).get("total")
     table = _table(f"peak memory by rank{f', predicted {size(predicted)}' if predicted else ''}", "rank", "peak", "/")
     for rank, peak in enumerate(figures.memory_by_rank(run)[:16]):
@@ -91,7 +91,7 @@ def _memory(run: Run) -> Table:
     return table
 
 
-def _memory_parts(run: Run) -> Table:
+def _memory_parts(run: RecordedRun) -> Table:
     table = _table("memory by part (fullest rank)", "part", "predicted", "measured", "measured / predicted")
     for row in figures.memory_rows(run):
         ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
@@ -99,7 +99,7 @@ def _memory_parts(run: Run) -> Table:
     return table
 
 
-def _ranks(run: Run) -> Table:
+def _ranks(run: RecordedRun) -> Table:
     table = _table("over ranks, at the last detailed step", "", "smallest", "mean", "largest")
     for name, stats in run.ranks.items():
         last = {key: values[-1] for key, values in stats.items()}
@@ -113,14 +113,14 @@ def _ranks(run: Run) -> Table:
     return table
 
 
-def _collectives(run: Run) -> Table:
+def _collectives(run: RecordedRun) -> Table:
     table = _table("collectives of a step (rank 0)", "kind", "calls", "sent", "held the rank for")
     for row in figures.collectives(run):
         table.add_row(row["name"], str(row["calls"]), size(row["bytes"]), milliseconds(row["seconds"]))
     return table
 
 
-def _several(runs: Sequence[Run], console: Console) -> None:
+def _several(runs: Sequence[RecordedRun], console: Console) -> None:
     table = Table(title=f"{len(runs)} runs")
     table.add_column("")
     for run in runs:

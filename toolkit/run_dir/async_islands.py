@@ -62,7 +62,7 @@ def _done(island: RunDir) -> int:
         return 0
     try:
         text = (store.path_of(island.checkpoints, newest) / "state.json").read_text(encoding="utf-8")
-        return len(Chunks.of(json.loads(text)["counters"]))
+        return len(CompletedRounds.of(json.loads(text)["counters"]))
     except (OSError, ValueError, KeyError, TypeError):
         return 0  # it is damaged; whoever opens it says how
 
@@ -170,7 +170,7 @@ BELOW, BEYOND = "chunks_below", "chunk."
 
 
 @dataclass
-class Chunks:
+class CompletedRounds:
     """Chunks whose changes are in the weights; a chunk is the steps of one round, counted over all islands."""
 
     below: int = 0
@@ -200,7 +200,7 @@ class Chunks:
         return {BELOW: self.below, **{f"{BEYOND}{chunk}": 1 for chunk in sorted(self.beyond)}}
 
     @classmethod
-    def of(cls, counters: Mapping[str, float]) -> Chunks:
+    def of(cls, counters: Mapping[str, float]) -> CompletedRounds:
         """From a checkpoint."""
         beyond = {int(name.removeprefix(BEYOND)) for name in counters if name.startswith(BEYOND)}
         return cls(int(counters.get(BELOW, 0)), beyond)

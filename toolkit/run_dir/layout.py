@@ -83,7 +83,7 @@ class RunDir:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class RunSpec:
     """What a worker is told: the contents of a run directory."""
 
     recipe: Recipe
@@ -132,7 +132,7 @@ def create(path: Path) -> RunDir:
     return RunDir(path)
 
 
-def can_go_on(path: Path, resume: str, every: int) -> bool:
+def can_resume(path: Path, resume: str, every: int) -> bool:
     """Whether a run is there that `checkpoint.resume` lets continue: it has checkpoints, or was about to write some."""
     run = RunDir(path)
     is_run = run.recipe.is_file() and run.plan.is_file()
@@ -152,7 +152,7 @@ def write(run: RunDir, recipe: Recipe, plan: dict[str, Any], deepspeed: dict[str
         os.replace(temporary, path)
 
 
-def read(run: RunDir) -> Order:
+def read(run: RunDir) -> RunSpec:
     """What the three files say."""
     try:
         return _order(run)
@@ -164,12 +164,12 @@ def read(run: RunDir) -> Order:
         raise BadInput(str(run.plan), "is not a plan of this toolkit; plan again with `toolkit train`") from None
 
 
-def _order(run: RunDir) -> Order:
+def _order(run: RunDir) -> RunSpec:
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
     # Axes that came later have defaults: run directories of earlier versions go on.
     axes = {f.name: plan[f.name] for f in fields(Plan) if f.name in plan or f.default is MISSING}
-    return Order(
+    return RunSpec(
         recipe=load_recipe(run.recipe),
         plan=Plan(**axes | {"pipeline_bounds": tuple(plan["pipeline_bounds"])}),
         deepspeed=deepspeed,

@@ -26,7 +26,7 @@ class Circumstances:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One part of a step."""
 
     name: str
@@ -40,12 +40,12 @@ class Row:
         return self.measured / self.predicted if self.predicted > 0 else None
 
 
-def compare(time: Mapping[str, float], parts: Mapping[str, float]) -> list[Row]:
+def compare(time: Mapping[str, float], parts: Mapping[str, float]) -> list[ComparisonRow]:
     """Rows for every part that was predicted or measured; empty if nothing was measured."""
     if not parts:
         return []
     predicted, measured = predicted_parts(time), measured_parts(parts)
-    rows = [Row(name, COMPARED[name][0], predicted[name], measured[name]) for name in COMPARED]
+    rows = [ComparisonRow(name, COMPARED[name][0], predicted[name], measured[name]) for name in COMPARED]
     return [row for row in rows if row.predicted > 0 or row.measured > 0]
 
 
@@ -58,7 +58,7 @@ def compare_memory(predicted: Mapping[str, int], measured: Mapping[str, int]) ->
     }
 
 
-def explain(rows: list[Row], why: Circumstances) -> str:
+def explain(rows: list[ComparisonRow], why: Circumstances) -> str:
     """The largest deviation in a sentence; empty without rows."""
     if not rows:
         return ""
@@ -70,14 +70,14 @@ def explain(rows: list[Row], why: Circumstances) -> str:
     return f"{_size(largest)}{f': {cause}' if cause else ''}"
 
 
-def _size(row: Row) -> str:
+def _size(row: ComparisonRow) -> str:
     if row.ratio is None:
         return f"{row.words} took {_ms(row.measured)} a step, which was not predicted"
     figures = f"{_ms(row.measured)} a step, predicted {_ms(row.predicted)}"
     return f"{row.words} took {row.ratio:.2g} × the prediction ({figures})"
 
 
-def _cause(row: Row, why: Circumstances) -> str:
+def _cause(row: ComparisonRow, why: Circumstances) -> str:
     waits = row.name in ("dp_comm", "tp_comm", "sp_comm", "pp_comm", "pp_bubble")
     if row.measured < row.predicted:
         return "the cluster's figures are too low for it" if waits else ""

@@ -16,7 +16,7 @@ from toolkit.runtime.metrics.comm_timer import CommTimer
 from toolkit.runtime.metrics.step_clock import part
 
 
-class Moving(Protocol):
+class Progress(Protocol):
     """Told what a rank gets done: see `Pulse`."""
 
     def watch(self, timeout_seconds: float) -> None:
@@ -32,7 +32,7 @@ class CheckpointKeeper:
 
     saver: Saver
     stop: StopRequest
-    pulse: Moving
+    pulse: Progress
     every: int
     """0: no checkpoints but the one of a stop request."""
     steps: int

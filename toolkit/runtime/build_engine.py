@@ -18,10 +18,10 @@ from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_engine import Member
+from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.models.build import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
-from toolkit.runtime.pipeline.engine import PipelineRun
+from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
@@ -33,7 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class EngineSpec:
     """Everything that an engine is built from."""
 
     model: Model
@@ -47,7 +47,7 @@ class Site:
     """This island among others that never wait for one another."""
 
 
-def build_engine(site: Site, world: World) -> Engine:
+def build_engine(site: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
     mesh = Mesh(site.plan, world.rank, world.size, world.local_size)
     if site.plan.pp > 1:
@@ -59,14 +59,14 @@ def build_engine(site: Site, world: World) -> Engine:
     return _replica(site, mesh)
 
 
-def _replica(site: Site, mesh: Mesh) -> Engine:
+def _replica(site: EngineSpec, mesh: Mesh) -> Engine:
     model = build_model(site.model, site.train.seed)
     check_same_weights(model)
     if site.plan.recompute == "full":
         recompute_layers(model)
     if site.member is not None:
         inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
-        return Member(inner, mesh, site.train.outer or Outer(), site.member, site.schedule.steps)
+        return AsyncIslandEngine(inner, mesh, site.train.outer or Outer(), site.member, site.schedule.steps)
     if site.plan.islands > 1:
         unit = TensorUnit(mesh)
         inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit)
@@ -79,7 +79,7 @@ def _replica(site: Site, mesh: Mesh) -> Engine:
     return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, take=share.take)
 
 
-def _tensor(site: Site, mesh: Mesh) -> Engine:
+def _tensor(site: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
     model = skeleton(site.model)
     loss = shard(model, group, sliced_logits=follows_head(site.model))
@@ -93,7 +93,7 @@ def _tensor(site: Site, mesh: Mesh) -> Engine:
     return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit, check.finish, loss=loss)
 
 
-def _autotp(site: Site, mesh: Mesh) -> Engine:
+def _autotp(site: EngineSpec, mesh: Mesh) -> Engine:
     """DeepSpeed cuts the whole model when it makes the engine, and makes the groups itself."""
     model = build_model(site.model, site.train.seed)
     check_same_weights(model)
@@ -103,7 +103,7 @@ def _autotp(site: Site, mesh: Mesh) -> Engine:
     return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
 
 
-def _pipeline(site: Site, mesh: Mesh) -> Engine:
+def _pipeline(site: EngineSpec, mesh: Mesh) -> Engine:
     plan, seed = site.plan, site.train.seed
     model = skeleton(site.model)
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
@@ -121,7 +121,7 @@ def _pipeline(site: Site, mesh: Mesh) -> Engine:
         recompute_layers(model)
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
-    return PipelineRun(stage, mesh, site.train, site.deepspeed, site.schedule, check)
+    return PipelineEngine(stage, mesh, site.train, site.deepspeed, site.schedule, check)
 
 
 def tensor_group(mesh: Mesh) -> TensorGroup:

@@ -15,12 +15,12 @@ import numpy as np
 from toolkit.checkpoints import store
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.between_steps import CheckpointKeeper, Moving
+from toolkit.runtime.between_steps import CheckpointKeeper, Progress
 from toolkit.runtime.checkpoint.saver import Saver
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.sample_order import PAST_END
 from toolkit.runtime.data.samples import Samples
-from toolkit.runtime.engine.protocol import Engine, Sums
+from toolkit.runtime.engine.protocol import Engine, EvaluationSums
 from toolkit.runtime.loop import Keeper
 from toolkit.runtime.metrics.comm_timer import CommTimer
 from toolkit.runtime.metrics.step_clock import part
@@ -52,7 +52,7 @@ class Evaluator:
     last: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
 
-    def go_on(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         """Take up what was recorded up to a step."""
         found = keep_until(self.path, step) if self.writes else []
         self.last = found[-1] if found else {}
@@ -75,9 +75,9 @@ class Evaluator:
         self.say(self._words(record, better))
         return better
 
-    def _sums(self) -> Sums:
+    def _sums(self) -> EvaluationSums:
         count = min(len(self.samples), self.most or len(self.samples))
-        whole = Sums()
+        whole = EvaluationSums()
         for start in range(0, count, self.global_batch):
             ids = np.arange(start, start + self.global_batch)
             ids[ids >= count] = PAST_END
@@ -101,7 +101,7 @@ def make_evaluator(
     share: Share,
     recorder: Recorder,
     say: Callable[[str], object],
-    pulse: Moving,
+    pulse: Progress,
 ) -> Evaluator:
     """The evaluator of a run; the rank that has sinks records."""
 

@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from toolkit.runtime.data.prefetch import Share, prefetched
-from toolkit.runtime.data.sample_order import Order, own_share
+from toolkit.runtime.data.sample_order import SampleOrder, own_share
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.observer import Observer
@@ -20,7 +20,7 @@ class Keeper(Protocol):
 
 
 def train(
-    engine: Engine, samples: Samples, order: Order, share: Share, steps: range, observer: Observer, keeper: Keeper
+    engine: Engine, samples: Samples, order: SampleOrder, share: Share, steps: range, observer: Observer, keeper: Keeper
 ) -> None:
     """One update for each of `steps`, counted from 0, on the recipe's samples."""
     batches = prefetched(samples, order, share, steps)

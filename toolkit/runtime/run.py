@@ -14,23 +14,23 @@ from toolkit.plans.noise_scale import NoiseScale
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.async_islands import Membership
-from toolkit.run_dir.layout import Order as RunOrder
 from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunSpec as RunOrder
 from toolkit.run_dir.predicted_vs_measured import compare_memory
-from toolkit.runtime.between_steps import CheckpointKeeper, Moving, RoundKeeper
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.between_steps import CheckpointKeeper, Progress, RoundKeeper
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint import saver as checkpoint
 from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.prefetch import Share
-from toolkit.runtime.data.sample_order import Order, taken
+from toolkit.runtime.data.sample_order import SampleOrder, gather_sample_ids
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.data.streaming import Streamed
 from toolkit.runtime.distributed.process_group import World, gather_objects, host_group
-from toolkit.runtime.distributed.rank_zero_first import Ranks
+from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.evaluate import EvaluatingKeeper, make_evaluator
-from toolkit.runtime.islands.async_engine import Member, Waits
+from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
 from toolkit.runtime.loop import train
 from toolkit.runtime.machine.counters import make_counters
 from toolkit.runtime.metrics import comm_timer
@@ -41,7 +41,7 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.summary import Averages
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.metrics.trace import report as trace_report
-from toolkit.runtime.models.input_spec import takes
+from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.observer import Observer
 from toolkit.runtime.sinks.build import load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
@@ -50,29 +50,29 @@ from toolkit.runtime.spike_rewind import Rewind, Spike, SpikeGuard
 
 
 @dataclass(frozen=True)
-class Watched:
+class RankContext:
     """What ties a rank to those who started it."""
 
     console: IO[str]
     """The terminal, for progress."""
     stop: StopRequest
-    pulse: Moving
+    pulse: Progress
     member: Membership | None = None
     """This island among others that never wait for one another."""
 
 
-def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> None:
+def run_rank(order: RunOrder, run: RunDir, world: World, watched: RankContext) -> None:
     """Train as this rank; rank 0 records."""
     gc.freeze()  # half a million objects of imported modules: neither collected nor searched for tensors
     console = watched.console
     recipe, plan = order.recipe, order.plan
     own = load_own(recipe.metrics, world)
-    loaded = load_data(recipe, takes(recipe.model), Ranks(world), console)
+    loaded = load_data(recipe, input_spec_of(recipe.model), AllRanks(world), console)
     data_order = loaded.order(recipe, plan.global_batch)
     steps = num_steps(recipe, data_order)
     clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
     timer = comm_timer.install(clock, plan.tp * plan.sp)
-    site = Site(
+    site = EngineSpec(
         model=recipe.model,
         train=recipe.train,
         plan=plan,
@@ -91,7 +91,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     averages = Averages(order.predicted_parts, order.link_bytes_per_second)
     recorder = Recorder([averages, *make_sinks(order, run, console, steps, own)] if world.rank == 0 else [])
     if world.rank == 0:
-        recorder.go_on(keep_until(run.metrics, done))
+        recorder.resume_at(keep_until(run.metrics, done))
     counters, missing = make_counters()
     if missing:
         _speaker(world, console)(missing)
@@ -102,7 +102,9 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     meter = StepMeter(plan, clock, timer, memory, counters, every, group)
     keeper = _keeper(order, run, world, engine, loaded.train, data_order, watched, timer, steps=steps, done=done)
     observer = Observer(
-        taken=partial(taken, replica=engine.replica, group=group) if recipe.metrics.sample_ids else lambda own: None,
+        taken=partial(gather_sample_ids, replica=engine.replica, group=group)
+        if recipe.metrics.sample_ids
+        else lambda own: None,
         recorder=recorder,
         meter=meter,
         memory=memory,
@@ -123,7 +125,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     evaluator = None
     if loaded.held_out is not None:
         evaluator = make_evaluator(recipe, run, engine, loaded.held_out, share, recorder, tell, watched.pulse)
-        evaluator.go_on(done)
+        evaluator.resume_at(done)
     info = sink_info(order, run, world, done)
     for sink in recorder.sinks:
         sink.start(info)
@@ -135,7 +137,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
     try:
         rewind = Rewind(engine.state, keeper.saver, recorder, say)
         outer = keeper if evaluator is None else EvaluatingKeeper.around(keeper, evaluator, recipe)
-        if isinstance(engine, Member):
+        if isinstance(engine, AsyncIslandEngine):
             assert isinstance(keeper, RoundKeeper)
             waits = Waits(watched.pulse.move, lambda: watched.stop.signal is not None)
             for chunk in engine.rounds(waits):
@@ -150,7 +152,7 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
             except Spike as spike:
                 done, data_order = rewind.before(spike)
                 if evaluator is not None:
-                    evaluator.go_on(done)
+                    evaluator.resume_at(done)
         status = "done"
     except LossNotFinite:
         status = "loss_not_finite"
@@ -172,15 +174,15 @@ def run_rank(order: RunOrder, run: RunDir, world: World, watched: Watched) -> No
 
 
 def _go_on(
-    recipe: Recipe, run: RunDir, world: World, engine: Engine, samples: Samples, order: Order, say: resume.Say
-) -> tuple[int, Order]:
+    recipe: Recipe, run: RunDir, world: World, engine: Engine, samples: Samples, order: SampleOrder, say: resume.Say
+) -> tuple[int, SampleOrder]:
     """Steps already done, and where the data goes on: from a checkpoint, or from the start."""
     reader = resume.find(recipe.checkpoint, run.checkpoints, world, say)
     if reader is None:
         return 0, order
     found = resume.resume(reader, engine.state, order, recipe, world)
     if isinstance(samples, Streamed):
-        say(samples.go_on(reader.state.get("stream")))
+        say(samples.resume_at(reader.state.get("stream")))
     return found
 
 
@@ -190,8 +192,8 @@ def _keeper(
     world: World,
     engine: Engine,
     samples: Samples,
-    data_order: Order,
-    watched: Watched,
+    data_order: SampleOrder,
+    watched: RankContext,
     timer: CommTimer,
     *,
     steps: int,
@@ -219,7 +221,7 @@ def _keeper(
         "group": host_group(),
         "agree_every": order.plan.local_steps,
     }
-    if isinstance(engine, Member):
+    if isinstance(engine, AsyncIslandEngine):
         return RoundKeeper(**shared, own_steps=lambda: engine.own_steps)
     return CheckpointKeeper(**shared)
 
@@ -235,7 +237,7 @@ def _speaker(world: World, console: IO[str]) -> resume.Say:
     return say
 
 
-def num_steps(recipe: Recipe, order: Order) -> int:
+def num_steps(recipe: Recipe, order: SampleOrder) -> int:
     """Steps of the run: given, or enough for the epochs."""
     if recipe.train.steps is not None:
         return recipe.train.steps

@@ -11,7 +11,7 @@ from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.checkpoint.resume import Say
 from toolkit.runtime.checkpoint.saver import Saver
-from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.sample_order import SampleOrder
 from toolkit.runtime.sinks.recorder import Recorder
 
 MOST = 10
@@ -28,7 +28,7 @@ class Rewind:
     say: Say
     count: int = 0
 
-    def before(self, spike: Spike) -> tuple[int, Order]:
+    def before(self, spike: Spike) -> tuple[int, SampleOrder]:
         """Load the last checkpoint; its step, and the order that goes on after the batch of the spike."""
         self.saver.wait()
         self.count += 1

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Part:
+class IslandArguments:
     """What of a run this command starts."""
 
     mailbox: tuple[str, int] | None = None
@@ -40,10 +40,10 @@ def start(
     launcher: str,
     hosts: Sequence[Host],
     console: Console,
-    part: Part,
+    part: IslandArguments,
     *,
     max_restarts: int,
-    go_on: bool,
+    resuming: bool,
 ) -> int:
     """Start the islands and watch each; the run goes on while one is left. The exit code of the contract."""
     plan = resolved.chosen.plan
@@ -55,7 +55,7 @@ def start(
         raise BadInput("--hostfile" if hosts else "--launcher", what)
     if part.island is not None and not 0 <= part.island < plan.islands:
         raise BadInput("--island", f"{part.island} given; the plan has islands 0 to {plan.islands - 1}")
-    run = resolved.write(path, go_on=go_on)
+    run = resolved.write(path, resuming=resuming)
     console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
     from toolkit.runtime.islands.async_store import serve
     from toolkit.runtime.supervision.supervise import spawn
@@ -151,7 +151,7 @@ def watch(islands: Sequence[Island], console: Console, restarts: int, start: Cal
 
 def _forward(islands: Sequence[Island], number: signal.Signals) -> None:
     """To the workers of all islands."""
-    from toolkit.runtime.supervision.supervise import Own, send_to_workers
+    from toolkit.runtime.supervision.supervise import OwnWorkers, send_to_workers
 
     for island in islands:
-        send_to_workers(Own(island.commands, island.run).beats(), number)
+        send_to_workers(OwnWorkers(island.commands, island.run).beats(), number)

@@ -71,7 +71,7 @@ def check_launcher(launcher: str, plan: Plan) -> None:
 
 
 def launch_run(
-    resolved: Resolved, path: Path, launcher: str, hosts: Sequence[Host], console: Console, *, go_on: bool
+    resolved: Resolved, path: Path, launcher: str, hosts: Sequence[Host], console: Console, *, resuming: bool
 ) -> int:
     """Check where the run goes to, write its directory, start the workers, watch them."""
     cluster, timeout = resolved.job.cluster, resolved.recipe.train.hang_timeout_seconds
@@ -84,7 +84,7 @@ def launch_run(
             check_here(cluster)
         else:
             fleet.check(backend)
-        run = resolved.write(path, go_on=go_on)
+        run = resolved.write(path, resuming=resuming)
         resolved.write_accelerate(run)
         console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
         if fleet is not None and launcher != "deepspeed":

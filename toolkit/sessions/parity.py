@@ -14,7 +14,7 @@ from toolkit.errors import BadInput, RankFailed
 from toolkit.launching import launchers
 from toolkit.plans.plan import Plan
 from toolkit.recipe.metrics_sections import Metrics, Wandb
-from toolkit.recipe.sections import Recipe, Strategy
+from toolkit.recipe.sections import Recipe, StrategySection
 from toolkit.run_dir.layout import RunDir
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.sessions.resolve import explain, resolve
@@ -97,7 +97,7 @@ def _prepared(recipe: Recipe, steps: int, axes: Mapping[str, Any]) -> Recipe:
     return replace(
         recipe,
         train=replace(recipe.train, steps=steps, epochs=None),
-        strategy=Strategy(**given),
+        strategy=StrategySection(**given),
         metrics=Metrics(console=False, wandb=Wandb(mode="disabled")),
     )
 

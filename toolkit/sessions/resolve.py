@@ -15,7 +15,7 @@ from toolkit.cost.timing import hardware_flops, model_flops
 from toolkit.errors import BadInput, NoPlanFits, Problem
 from toolkit.launching.launchers import accelerate_config
 from toolkit.planner import search
-from toolkit.planner.explain import notes
+from toolkit.planner.explain import caveats
 from toolkit.planner.recipe_rules import _keepable
 from toolkit.planner.search import Decision, Option
 from toolkit.plans.deepspeed_config import deepspeed_config
@@ -70,11 +70,11 @@ class Resolved:
             "link_bytes_per_second": across,
         }
 
-    def write(self, path: Path, *, go_on: bool = False) -> RunDir:
+    def write(self, path: Path, *, resuming: bool = False) -> RunDir:
         """A run directory with the order in it: a new one, or that of a run that goes on."""
         section = self.recipe.checkpoint
-        go_on = go_on or layout.can_go_on(path, section.resume, section.every)
-        run = RunDir(path) if go_on else layout.create(path)
+        resuming = resuming or layout.can_resume(path, section.resume, section.every)
+        run = RunDir(path) if resuming else layout.create(path)
         layout.write(run, self.recipe, self.plan_json(), self.deepspeed)
         return run
 
@@ -157,10 +157,10 @@ TOO_EARLY = (
 )
 
 
-def all_notes(resolved: Resolved) -> list[str]:
+def plan_notes(resolved: Resolved) -> list[str]:
     """What a person should know of the chosen plan."""
     chosen, gain = resolved.decision.chosen, apart(resolved)
-    about = notes(chosen.plan, resolved.recipe.train) if chosen else []
+    about = caveats(chosen.plan, resolved.recipe.train) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
     early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
     return [*([gain] if gain else []), *early, *about]

@@ -15,13 +15,13 @@ from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, RankFailed
 from toolkit.launching import environment
 from toolkit.launching.hostfile import Host, even_slots
-from toolkit.launching.machine_checks import QUICK, Site, examine
+from toolkit.launching.machine_checks import QUICK, CheckContext, examine
 from toolkit.planner.search import Option
 from toolkit.reports.findings import show as show_findings
 from toolkit.run_dir.async_islands import goes_async
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import async_islands, ray
-from toolkit.sessions.async_islands import Part
+from toolkit.sessions.async_islands import IslandArguments
 from toolkit.sessions.hosts import launch_run
 from toolkit.sessions.resolve import Resolved, resolve
 
@@ -33,15 +33,22 @@ def start(
     console: Console,
     *,
     max_restarts: int = 0,
-    go_on: bool = False,
+    resuming: bool = False,
     hosts: Sequence[Host] = (),
-    part: Part | None = None,
+    part: IslandArguments | None = None,
 ) -> int:
     """Write the run directory, launch, watch; the exit code of the contract. Without hosts: on this one."""
     _examine(path, console)
     if goes_async(resolved.recipe, resolved.chosen.plan):
         return async_islands.start(
-            resolved, path, launcher, hosts, console, part or Part(), max_restarts=max_restarts, go_on=go_on
+            resolved,
+            path,
+            launcher,
+            hosts,
+            console,
+            part or IslandArguments(),
+            max_restarts=max_restarts,
+            resuming=resuming,
         )
     if part is not None and part.mailbox is not None:
         raise BadInput("--mailbox", "is for strategy local_sgd with train.outer.mode async; leave it out")
@@ -49,7 +56,7 @@ def start(
     while True:
         nproc = resolved.chosen.plan.devices
         try:
-            return launch_run(resolved, path, launcher, hosts, console, go_on=go_on)
+            return launch_run(resolved, path, launcher, hosts, console, resuming=resuming)
         except OutOfMemory as error:
             resolved = _leaner_or_stop(resolved, RunDir(path), error, console)
         except RankFailed as error:
@@ -64,7 +71,7 @@ def start(
             elif failed and newest(path) == seen and not hosts:
                 resolved = _smaller(resolved, nproc)
             failed, seen = True, newest(path)
-        go_on = True
+        resuming = True
         console.print(
             f"starting again from {'the beginning' if newest(path) is None else f'step {newest(path)}'} with "
             f"{resolved.chosen.plan.devices} processes; restarts left: {left}",
@@ -85,7 +92,7 @@ def _leaner_or_stop(resolved: Resolved, run: RunDir, error: OutOfMemory, console
 
 def _examine(path: Path, console: Console) -> None:
     """The quick checks of `toolkit doctor`; what is fine is not mentioned."""
-    findings = examine(Site(path, environment.environment()), QUICK)
+    findings = examine(CheckContext(path, environment.environment()), QUICK)
     show_findings([finding for finding in findings if finding.level != "ok"], console)
 
 

@@ -10,7 +10,7 @@ from toolkit.models.tiny_sizes import IMAGES, tiny_sizes
 from toolkit.plans.job import raw_config
 from toolkit.recipe.batch_sections import Reduce
 from toolkit.recipe.metrics_sections import Metrics, Wandb
-from toolkit.recipe.sections import ClusterSection, Data, Recipe, Strategy, Train
+from toolkit.recipe.sections import ClusterSection, Data, Recipe, StrategySection, Train
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
 VOCABULARY = 264
@@ -20,7 +20,7 @@ SPLIT_AXES = ("tp", "pp", "sp", "ep")
 LARGEST_RANK = 4
 
 
-def tiny_twin(recipe: Recipe) -> Recipe:
+def tiny_recipe(recipe: Recipe) -> Recipe:
     """The twin; it needs no download and no accelerator."""
     strategy = _strategy(recipe.strategy)
     lora = recipe.model.lora
@@ -48,7 +48,7 @@ def tiny_twin(recipe: Recipe) -> Recipe:
     )
 
 
-def processes(strategy: Strategy) -> int:
+def processes(strategy: StrategySection) -> int:
     """Workers of the twin: the product of its split axes, and at least two."""
     split = 1
     for axis in ("tp", "pp", "sp", "islands"):
@@ -64,14 +64,14 @@ def tiny_values(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**switches, **small, "model_type": config["model_type"]}
 
 
-def _strategy(given: Strategy) -> Strategy:
+def _strategy(given: StrategySection) -> StrategySection:
     axes: dict[str, Any] = {axis: 2 for axis in SPLIT_AXES if (getattr(given, axis) or 1) > 1}
     kept = {key: getattr(given, key) for key in KEPT_AXES if getattr(given, key) is not None}
     if given.name == "local_sgd":
         kept |= {"islands": 2, "local_steps": 2}
     if (given.offload or "").startswith("nvme"):
         kept["offload"] = given.offload.replace("nvme", "cpu") if given.offload else None
-    return Strategy(**kept, **axes)
+    return StrategySection(**kept, **axes)
 
 
 def _data(given: Data) -> Data:

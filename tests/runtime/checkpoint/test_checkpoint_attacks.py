@@ -175,7 +175,7 @@ class Memory:
     def prepare(self, kinds: Any, steps: int) -> None:
         """All is there."""
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Nothing is under way."""
 
     def refresh(self) -> None:

@@ -16,12 +16,12 @@ from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.formats import make_format
 from toolkit.runtime.corpus.tokenizer import Bytes, HuggingFace, Tokenizer
-from toolkit.runtime.data.dataset import Loaded
+from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.models.input_spec import InputSpec
 from toolkit.runtime.models.micro_batch import IGNORE
 
-TAKES = Takes(vocab=300, num_labels=3, start=256)
+TAKES = InputSpec(vocab=300, num_labels=3, start=256)
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
     "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|end|>{% endfor %}"
@@ -106,7 +106,7 @@ def test_only_the_response_counts(words: PreTrainedTokenizerFast, template: str 
     assert counted == "2<|end|>"
 
 
-def load(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str, takes: Takes = TAKES) -> Loaded:
+def load(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str, takes: InputSpec = TAKES) -> Dataset:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(path), "tokenizer": "bytes", "seq_len": 64, "cache": str(tmp_path / "cache")}
@@ -177,7 +177,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="258 tokens; the model's embedding has 100 rows"):
-        load(tmp_path, [{"text": "x"}], takes=Takes(vocab=100))
+        load(tmp_path, [{"text": "x"}], takes=InputSpec(vocab=100))
 
 
 def test_a_decoder_that_can_not_find_the_last_token(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from toolkit.runtime.corpus import token_cache
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.token_documents import Documents
 from toolkit.runtime.corpus.tokenizer import Bytes
-from toolkit.runtime.distributed.rank_zero_first import Alone, Ranks
+from toolkit.runtime.distributed.rank_zero_first import AllRanks, SingleProcess
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
 
@@ -31,9 +31,9 @@ def entries(root: Path) -> list[str]:
 
 def test_the_second_time_nothing_is_tokenised(tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = TokenCache(tmp_path / "cache", workers=1)
-    first = find_or_make(cache, Data(), source, Bytes(), Alone())
+    first = find_or_make(cache, Data(), source, Bytes(), SingleProcess())
     monkeypatch.setattr(TokenCache, "make", lambda *args: pytest.fail("tokenised again"))
-    again = find_or_make(cache, Data(), source, Bytes(), Alone())
+    again = find_or_make(cache, Data(), source, Bytes(), SingleProcess())
     assert np.array_equal(first.tokens, again.tokens)
     assert Bytes().decode(again.document(0).tolist()) == "some text"
 
@@ -60,16 +60,16 @@ def test_a_crash_leaves_no_half_cache(tmp_path: Path, source: str, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(Documents, "save", crash)
         with pytest.raises(KeyboardInterrupt):
-            find_or_make(cache, Data(), source, Bytes(), Alone())
+            find_or_make(cache, Data(), source, Bytes(), SingleProcess())
     assert entries(tmp_path / "cache") == []
-    assert len(find_or_make(cache, Data(), source, Bytes(), Alone())) == 1
+    assert len(find_or_make(cache, Data(), source, Bytes(), SingleProcess())) == 1
 
 
 def test_several_processes_tokenise_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_cache, "ROWS_A_PROCESS", 300)
     path = tmp_path / "data.csv"
     path.write_text("text\n" + "".join(f"number {n}\n" for n in range(1200)))
-    documents = find_or_make(TokenCache(tmp_path / "cache", workers=2), Data(), str(path), Bytes(), Alone())
+    documents = find_or_make(TokenCache(tmp_path / "cache", workers=2), Data(), str(path), Bytes(), SingleProcess())
     assert [Bytes().decode(documents.document(n).tolist()) for n in (0, 599, 1199)] == [
         "number 0",
         "number 599",
@@ -90,7 +90,7 @@ def make_as_rank(root: Path, source: str) -> tuple[int, int]:
         make(*args)
 
     TokenCache.make = counting  # type: ignore[assignment, method-assign]
-    documents = find_or_make(TokenCache(root, workers=1), Data(), source, Bytes(), Ranks(current_world()))
+    documents = find_or_make(TokenCache(root, workers=1), Data(), source, Bytes(), AllRanks(current_world()))
     return len(documents.tokens), count
 
 

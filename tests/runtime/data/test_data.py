@@ -15,9 +15,9 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.sources import read_rows
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.corpus.tokenizer import Bytes, load_tokenizer
-from toolkit.runtime.data.dataset import Mixed
+from toolkit.runtime.data.dataset import Mixture
 from toolkit.runtime.data.packing import cut
-from toolkit.runtime.data.sample_order import PAST_END, Order
+from toolkit.runtime.data.sample_order import PAST_END, SampleOrder
 from toolkit.runtime.data.samples import Labelled, Padded, Stream, Synthetic, micro_batches
 from toolkit.runtime.models.micro_batch import IGNORE
 
@@ -67,7 +67,7 @@ def test_pairs_and_classes() -> None:
 
 def test_mixtures_put_rows_back_in_their_places() -> None:
     parts = [Synthetic(vocab=50, seq_len=4, count=3), Synthetic(vocab=9, seq_len=4, count=5)]
-    batch = Mixed(parts, (1.0, 1.0)).batch(np.array([4, 0, 7, 2]))
+    batch = Mixture(parts, (1.0, 1.0)).batch(np.array([4, 0, 7, 2]))
     expected = [parts[1].batch(np.array([1])), parts[0].batch(np.array([0])), parts[1].batch(np.array([4]))]
     for row, one in enumerate(expected):
         assert torch.equal(batch.labels[row], one.labels[0])
@@ -76,7 +76,7 @@ def test_mixtures_put_rows_back_in_their_places() -> None:
 @pytest.mark.parametrize(("replicas", "micro_batch"), [(1, 8), (2, 2), (4, 1), (8, 1)])
 def test_shares_are_disjoint_and_make_the_global_batch(replicas: int, micro_batch: int) -> None:
     samples = Synthetic(vocab=100, seq_len=4)
-    ids = Order(samples=len(samples), global_batch=8, seed=0).step(5)
+    ids = SampleOrder(samples=len(samples), global_batch=8, seed=0).step(5)
     sizes = {"replicas": replicas, "micro_batch": micro_batch}
     batches = [micro_batches(samples, ids, replica=replica, **sizes) for replica in range(replicas)]
     shares = [torch.cat([micro.inputs()["input_ids"] for micro in share]) for share in batches]

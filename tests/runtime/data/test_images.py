@@ -14,9 +14,9 @@ from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Data
 from toolkit.runtime.data.images import read_images
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.models.input_spec import InputSpec
 
-TAKES = Takes(num_labels=2, image_size=8, patches=5)
+TAKES = InputSpec(num_labels=2, image_size=8, patches=5)
 SECTION = Data(format="image-classification")
 
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from tests.conftest import Trainer
 from tests.helpers.recorded_order import missed_and_repeated, steps_of, stopping_at, strategy
 from toolkit.errors import Preempted
-from toolkit.runtime.data.sample_order import PAST_END, Order, Part, joined, mixture, own_share
+from toolkit.runtime.data.sample_order import PAST_END, MixturePart, SampleOrder, joined, mixture, own_share
 
 WORLDS = (1, 2, 4, 8)
 
 
 def test_each_epoch_visits_every_sample_once_in_another_order() -> None:
-    order = Order(samples=10, global_batch=4, seed=3)
+    order = SampleOrder(samples=10, global_batch=4, seed=3)
     ids = np.concatenate([order.step(step) for step in range(5)])
     first, second = ids[:10], ids[10:20]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first.tolist() != second.tolist()
-    assert first[:4].tolist() != Order(samples=10, global_batch=4, seed=4).step(0).tolist()
+    assert first[:4].tolist() != SampleOrder(samples=10, global_batch=4, seed=4).step(0).tolist()
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,11 +34,11 @@ def test_worlds_share_the_same_steps_and_a_resume_loses_nothing(
     """Over two epochs, with stops at random points after which the world and the global batch differ."""
     lengths = np.random.default_rng(seed).integers(1, 99, samples) if grouped else None
     seen: list[int] = []
-    order = Order(samples=samples, global_batch=8, seed=seed, total=2 * samples, lengths=lengths)
+    order = SampleOrder(samples=samples, global_batch=8, seed=seed, total=2 * samples, lengths=lengths)
     step, position = 0, 0
     while position < 2 * samples:
         batch = 8 * data.draw(st.integers(1, 3))
-        order = Order(samples=samples, global_batch=batch, seed=seed, total=2 * samples, lengths=lengths)
+        order = SampleOrder(samples=samples, global_batch=batch, seed=seed, total=2 * samples, lengths=lengths)
         order = order.moved(step, position)
         for _ in range(data.draw(st.integers(1, 12))):
             ids = order.step(step)
@@ -53,7 +53,7 @@ def test_worlds_share_the_same_steps_and_a_resume_loses_nothing(
 
 
 def test_the_last_batch_is_partial() -> None:
-    order = Order(samples=10, global_batch=4, seed=0, total=10)
+    order = SampleOrder(samples=10, global_batch=4, seed=0, total=10)
     assert (order.step(2) == PAST_END).tolist() == [False, False, True, True]
     assert sorted(np.concatenate([order.step(step) for step in range(3)]))[2:] == list(range(10))
 
@@ -63,8 +63,8 @@ def test_neighbours_are_of_like_length() -> None:
     spread = {
         name: np.mean([np.ptp(lengths[order.step(step)]) for step in range(256)])
         for name, order in {
-            "grouped": Order(samples=4096, global_batch=16, seed=0, lengths=lengths),
-            "shuffled": Order(samples=4096, global_batch=16, seed=0),
+            "grouped": SampleOrder(samples=4096, global_batch=16, seed=0, lengths=lengths),
+            "shuffled": SampleOrder(samples=4096, global_batch=16, seed=0),
         }.items()
     }
     assert spread["grouped"] < 0.1 * spread["shuffled"]
@@ -72,8 +72,8 @@ def test_neighbours_are_of_like_length() -> None:
 
 def test_mixtures_draw_by_weight_and_walk_through_every_source() -> None:
     parts = mixture([100, 20], [1.0, 1.0])
-    assert parts == (Part(100, 60), Part(20, 60))
-    order = Order(samples=120, global_batch=120, seed=0, parts=parts)
+    assert parts == (MixturePart(100, 60), MixturePart(20, 60))
+    order = SampleOrder(samples=120, global_batch=120, seed=0, parts=parts)
     epochs = [order.step(step) for step in range(5)]
     for ids in epochs:
         assert (ids < 100).sum() == 60

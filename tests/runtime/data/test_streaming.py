@@ -18,9 +18,9 @@ from toolkit.recipe.file import make_recipe
 from toolkit.runtime.corpus import stream_reader
 from toolkit.runtime.corpus.formats import Format, make_format
 from toolkit.runtime.data import streaming
-from toolkit.runtime.data.dataset import Loaded
+from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.models.input_spec import InputSpec
 from toolkit.sessions.parity import largest_difference
 
 MAPPING = {
@@ -37,11 +37,11 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def load(path: Path | str, *overrides: str) -> Loaded:
-    return load_data(make_recipe(MAPPING, [f"data.path={path}", *overrides]), Takes(vocab=300))
+def load(path: Path | str, *overrides: str) -> Dataset:
+    return load_data(make_recipe(MAPPING, [f"data.path={path}", *overrides]), InputSpec(vocab=300))
 
 
-def sequences(loaded: Loaded, low: int, high: int) -> list[list[int]]:
+def sequences(loaded: Dataset, low: int, high: int) -> list[list[int]]:
     return [loaded.train.batch(np.array([n])).inputs()["input_ids"][0].tolist() for n in range(low, high)]
 
 
@@ -86,7 +86,7 @@ def test_a_stream_goes_on_anywhere_and_reads_a_block_again_at_most(
         again = load(path)
         assert isinstance(again.train, streaming.Streamed)
         before = made[-1].rows
-        again.train.go_on(marks[position])
+        again.train.resume_at(marks[position])
         assert sequences(again, position, 200) == whole[position:]
     assert made[-1].rows - before <= 2 * 40, "what came before was tokenised again"
     assert sequences(load(path, "train.seed=1"), 0, 50) != whole[:50]
@@ -96,9 +96,9 @@ def test_a_stream_goes_on_with_its_own_mark_only(source: Path) -> None:
     mark = load(source).train.mark(0)  # type: ignore[attr-defined]
     for overrides, what in [(("data.seq_len=16",), "data.seq_len: 16 given; the checkpoint's stream has 32")]:
         with pytest.raises(BadInput, match=what):
-            load(source, *overrides).train.go_on(mark)  # type: ignore[attr-defined]
+            load(source, *overrides).train.resume_at(mark)  # type: ignore[attr-defined]
     with pytest.raises(BadInput, match="does not say where its stream stood"):
-        load(source).train.go_on(None)  # type: ignore[attr-defined]
+        load(source).train.resume_at(None)  # type: ignore[attr-defined]
 
 
 def test_every_document_comes_once_an_epoch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from toolkit.recipe.batch_sections import Reduce
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
@@ -38,7 +38,7 @@ def as_rank(plan: Plan, train: Train, local_size: int) -> tuple[Trajectory, list
     seen: list[Seen] = []
     for name in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor"):
         _watch(name, seen)
-    site = Site(
+    site = EngineSpec(
         model=model("llama"),
         train=train,
         plan=plan,

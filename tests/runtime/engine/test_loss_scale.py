@@ -14,7 +14,7 @@ from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.sinks.local_files import EventSink
@@ -36,7 +36,7 @@ def train_as_rank(section: Model, plan: Plan) -> list[tuple[float, float, bool, 
     type(get_accelerator()).is_fp16_supported = lambda self: True
     config = deepspeed_config(plan, ADAM, params=10**6, backend="cpu")
     config["fp16"] |= {"initial_scale_power": FIRST_SCALE_POWER, "hysteresis": 1}
-    site = Site(model=section, train=ADAM, plan=plan, deepspeed=config, schedule=make_schedule(ADAM, STEPS))
+    site = EngineSpec(model=section, train=ADAM, plan=plan, deepspeed=config, schedule=make_schedule(ADAM, STEPS))
     engine = build_engine(site, current_world())
     results = [engine.step(list(micro_batches(batch(0, "full"), plan, engine.replica))) for _ in range(2 * STEPS)]
     return [(float(result.loss), result.grad_norm, result.skipped, result.loss_scale) for result in results]

@@ -86,7 +86,7 @@ def together(recipe_mapping: dict[str, Any], tmp_path: Path) -> Together:
             "strategy={name: local_sgd, islands: 2, local_steps: 6, zero_stage: 0}",
         )  # fmt: skip
         resolved = resolve(make_recipe(recipe_mapping, [*base, *overrides]), nproc)
-        directory = resolved.write(tmp_path / "run", go_on=(tmp_path / "run").exists())
+        directory = resolved.write(tmp_path / "run", resuming=(tmp_path / "run").exists())
         mailbox, text = serve("127.0.0.1", 0), io.StringIO()
         parts = async_islands.prepare(resolved, directory, ("127.0.0.1", int(mailbox.port)))
         if disturb:

@@ -15,7 +15,7 @@ from toolkit.errors import NoPlanFits
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.sessions.parity import largest_difference
-from toolkit.sessions.resolve import TOO_EARLY, all_notes, resolve
+from toolkit.sessions.resolve import TOO_EARLY, plan_notes, resolve
 
 EVERY_STEP = Plan(strategy="local_sgd", islands=2, micro_batch=2, precision="fp32")
 AXES = ("strategy.name=local_sgd", "strategy.islands=2")
@@ -96,4 +96,4 @@ def test_islands_from_random_weights_are_advised_against(
     recipe_mapping: dict[str, Any], resume: str, told: bool
 ) -> None:
     resolved = resolve(make_recipe(recipe_mapping, (*AXES, f"checkpoint.resume={resume}")), 2)
-    assert (TOO_EARLY in all_notes(resolved)) is told
+    assert (TOO_EARLY in plan_notes(resolved)) is told

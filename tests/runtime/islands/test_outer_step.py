@@ -12,8 +12,8 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import WEIGHT, Fragment
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.islands.outer_step import Exchange
-from toolkit.runtime.islands.quantize import BLOCK, QuantisedMean, pack, packed_bytes, unpack
+from toolkit.runtime.islands.outer_step import OuterStep
+from toolkit.runtime.islands.quantize import BLOCK, QuantizedMean, pack, packed_bytes, unpack
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks
 
 SIZE, ROUNDS = 1000, 6
@@ -42,13 +42,13 @@ def trained(outer: Outer, islands: int, dp: int) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     mesh = Mesh(Plan(strategy="local_sgd", islands=islands, dp=dp, local_steps=2), rank, islands * dp)
     state = Weights()
-    exchange = Exchange(state, mesh, outer)  # type: ignore[arg-type]
+    exchange = OuterStep(state, mesh, outer)  # type: ignore[arg-type]
     seen = []
     for number in range(ROUNDS):
         state.tensor.sub_(change(mesh.island, number))
         exchange.run()
         seen.append(state.tensor.clone())
-    exchange.settle()
+    exchange.drain()
     return [*seen, state.tensor.clone()]
 
 
@@ -57,7 +57,7 @@ def caught_up(islands: int) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     mesh = Mesh(Plan(strategy="local_sgd", islands=islands, local_steps=2), rank, islands)
     state = Weights()
-    exchange = Exchange(state, mesh, Outer(mode="overlap", delay_steps=1))  # type: ignore[arg-type]
+    exchange = OuterStep(state, mesh, Outer(mode="overlap", delay_steps=1))  # type: ignore[arg-type]
     seen = []
     for number in range(ROUNDS):
         state.tensor.sub_(change(mesh.island, number))
@@ -65,7 +65,7 @@ def caught_up(islands: int) -> list[torch.Tensor]:
         seen.append(state.tensor.clone())
         state.tensor.sub_(change(mesh.island, 50 + number))
         exchange.run()
-    exchange.settle()
+    exchange.drain()
     return [*seen, state.tensor.clone()]
 
 
@@ -120,7 +120,7 @@ def test_packing_is_within_half_a_level(bits: int) -> None:
 def repeated_mean(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As a rank: the sum over rounds of means, and what is owed yet."""
     rank, error, total = torch.distributed.get_rank(), torch.zeros(SIZE), torch.zeros(SIZE)
-    mean = QuantisedMean(bits, torch.distributed.group.WORLD, error)
+    mean = QuantizedMean(bits, torch.distributed.group.WORLD, error)
     for number in range(ROUNDS):
         total += mean.mean(change(rank, number))
     return total, error

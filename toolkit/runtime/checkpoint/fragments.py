@@ -47,7 +47,7 @@ class Stateful(Protocol):
     def fragments(self) -> Iterator[Fragment]:
         """Everything that this rank holds."""
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Before `fragments` are saved: bring what is under way between ranks to an end. Collective."""
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
@@ -93,7 +93,7 @@ def _part(same: list[Fragment], copy: int, copies: int) -> Iterator[Fragment]:
 
 
 def _cut(fragment: Fragment, start: int, stop: int) -> Fragment:
-    region = element_runs.take(fragment.region, start, stop)
+    region = element_runs.slice_runs(fragment.region, start, stop)
     return replace(fragment, region=region, tensor=fragment.tensor[start:stop], copy=0, copies=1)
 
 

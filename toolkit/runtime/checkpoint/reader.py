@@ -87,7 +87,7 @@ class Reader:
         file = self._open(name)
         return {key: file.get_tensor(key) for key in file.keys() if rng.is_rng(key)}  # noqa: SIM118 - not a dict
 
-    def _tensor(self, piece: fmt.Piece, kind: str, low: int, high: int) -> torch.Tensor:
+    def _tensor(self, piece: fmt.FragmentEntry, kind: str, low: int, high: int) -> torch.Tensor:
         key = fmt.tensor_key(piece.key, kind)
         try:
             stored = self._open(piece.file).get_slice(key)

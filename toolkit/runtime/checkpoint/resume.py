@@ -13,7 +13,7 @@ from toolkit.run_dir.async_islands import BELOW
 from toolkit.runtime.checkpoint import reader as checkpoint_reader
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.checkpoint.reader import Reader
-from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.sample_order import SampleOrder
 from toolkit.runtime.distributed.process_group import World, broadcast_object
 
 Say = Callable[[str], object]
@@ -68,7 +68,9 @@ def _is_checkpoint(path: Path) -> bool:
     return (path / MANIFEST).is_file() or step_of(path.name) is not None
 
 
-def resume(reader: Reader, state: Stateful, order: Order, recipe: Recipe, world: World) -> tuple[int, Order]:
+def resume(
+    reader: Reader, state: Stateful, order: SampleOrder, recipe: Recipe, world: World
+) -> tuple[int, SampleOrder]:
     """Load; the steps that are done, and the order that goes on at the next sample."""
     saved = reader.state
     problems = []

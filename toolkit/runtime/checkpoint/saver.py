@@ -21,7 +21,7 @@ from toolkit.recipe.file import dump_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint import writer
 from toolkit.runtime.checkpoint.fragments import BUFFER, Fragment, Stateful, share
-from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.sample_order import SampleOrder
 from toolkit.runtime.distributed.process_group import World
 
 
@@ -33,7 +33,7 @@ class Saver:
     state: Stateful
     recipe: Recipe
     plan: Plan
-    order: Order
+    order: SampleOrder
     world: World
     group: Any = None
     """Host group for the commit; of its own, because an asynchronous save talks while the run trains."""
@@ -65,7 +65,7 @@ class Saver:
             raise CheckpointFailed(f"the state of step {step} is not saved: {why}")
         started = time.perf_counter()
         self.wait()
-        self.state.settle()
+        self.state.drain()
         documents = self._documents(step)
         if self.recipe.checkpoint.asynchronous:
             found = writer.parts(share(_steady(self.state.fragments())), self.world.rank)
@@ -95,7 +95,7 @@ class Saver:
             self._copied.wait()
             self.stalls[-1] += time.perf_counter() - started
 
-    def _write_behind(self, step: int, found: list[writer.Part], documents: dict[str, bytes], device: int) -> None:
+    def _write_behind(self, step: int, found: list[writer.FilePart], documents: dict[str, bytes], device: int) -> None:
         try:
             get_accelerator().set_device(device)  # a thread starts on the first one
             try:
@@ -106,7 +106,7 @@ class Saver:
         except Exception as error:  # whatever it is, it belongs to the run's own thread
             self._failure = error
 
-    def _write(self, step: int, found: list[writer.Part], documents: dict[str, bytes]) -> None:
+    def _write(self, step: int, found: list[writer.FilePart], documents: dict[str, bytes]) -> None:
         writer.write(
             self.root,
             step,

@@ -16,8 +16,8 @@ from toolkit.checkpoints.format import (
     INDEX,
     STATE,
     FileEntry,
+    FragmentEntry,
     Parameter,
-    Piece,
     canonical_json,
     dump_index,
     sha256,
@@ -38,31 +38,31 @@ SPARE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """One file of this rank."""
 
     name: str
     tensors: dict[str, torch.Tensor]
-    pieces: list[tuple[str, tuple[int, ...], Piece]]
+    pieces: list[tuple[str, tuple[int, ...], FragmentEntry]]
     """(parameter, its shape, what the file holds of it)."""
 
 
-def parts(fragments: list[Fragment], rank: int) -> list[Part]:
+def parts(fragments: list[Fragment], rank: int) -> list[FilePart]:
     """The files of this rank: kinds of one piece side by side, the generators in the first file."""
     grouped: dict[tuple[str, element_runs.Region], list[Fragment]] = {}
     for fragment in fragments:
         grouped.setdefault((fragment.name, fragment.region), []).append(fragment)
-    found = [Part(_file_name(rank, 0), dict(rng.capture()), [])]
+    found = [FilePart(_file_name(rank, 0), dict(rng.capture()), [])]
     filled = 0
     for number, ((name, region), kinds) in enumerate(grouped.items()):
         size = sum(fragment.tensor.nbytes for fragment in kinds)
         if filled and filled + size > SHARD_BYTES:
-            found.append(Part(_file_name(rank, len(found)), {}, []))
+            found.append(FilePart(_file_name(rank, len(found)), {}, []))
             filled = 0
         filled += size
         part, key = found[-1], f"{number}:{name}"
         part.tensors.update({tensor_key(key, fragment.kind): fragment.tensor for fragment in kinds})
-        piece = Piece(file=part.name, key=key, kinds=tuple(f.kind for f in kinds), region=region)
+        piece = FragmentEntry(file=part.name, key=key, kinds=tuple(f.kind for f in kinds), region=region)
         part.pieces.append((name, kinds[0].shape, piece))
     return found
 
@@ -73,10 +73,10 @@ class Snapshots:
     def __init__(self) -> None:
         self._memory: dict[str, torch.Tensor] = {}
 
-    def take(self, found: list[Part]) -> list[Part]:
+    def take(self, found: list[FilePart]) -> list[FilePart]:
         """The same parts with copied tensors."""
         return [
-            Part(part.name, {key: self._copy(part.name + key, t) for key, t in part.tensors.items()}, part.pieces)
+            FilePart(part.name, {key: self._copy(part.name + key, t) for key, t in part.tensors.items()}, part.pieces)
             for part in found
         ]
 
@@ -92,7 +92,7 @@ class Snapshots:
 def write(
     root: Path,
     step: int,
-    found: list[Part],
+    found: list[FilePart],
     documents: Mapping[str, bytes],
     *,
     rank: int,
@@ -125,14 +125,14 @@ def _begin(root: Path, step: int, need: int, rank: int, group: Any) -> Path:
     raise CheckpointFailed(f"the checkpoint of step {step} was not written: {outcome}")
 
 
-Outcome = tuple[dict[str, FileEntry], list[tuple[str, tuple[int, ...], Piece]], str]
+Outcome = tuple[dict[str, FileEntry], list[tuple[str, tuple[int, ...], FragmentEntry]], str]
 """Files written, what they hold, and the error if there was one."""
 
 
-def _write_parts(writing: Path, found: list[Part], tick: Callable[[], object]) -> Outcome:
+def _write_parts(writing: Path, found: list[FilePart], tick: Callable[[], object]) -> Outcome:
     """Some files at a time: hashing keeps a core busy for each, and fast disks take several streams."""
 
-    def write_one(part: Part) -> FileEntry | str:
+    def write_one(part: FilePart) -> FileEntry | str:
         try:
             return safetensors_writer.write(writing / part.name, part.tensors, tick=tick)
         except OSError as error:
@@ -168,7 +168,7 @@ def _commit(writing: Path, step: int, outcomes: list[Outcome], documents: Mappin
 def merge(outcomes: list[Outcome]) -> dict[str, Parameter]:
     """One index from every rank's pieces."""
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[FragmentEntry]] = {}
     for _, found, _ in outcomes:
         for name, shape, piece in found:
             assert shapes.setdefault(name, shape) == shape, f"ranks disagree on the shape of {name}"

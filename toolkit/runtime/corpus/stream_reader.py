@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class StreamPosition:
     """Where reading goes on in a source."""
 
     turn: int = 0
@@ -47,14 +47,14 @@ class Start:
     """Where a block begins."""
 
     block: int
-    places: tuple[Place, ...]
+    places: tuple[StreamPosition, ...]
     """Of each source."""
 
 
 class Source:
     """One source, again and again; each turn, its files come in another order."""
 
-    def __init__(self, rows: Any, seed: Sequence[int], place: Place) -> None:
+    def __init__(self, rows: Any, seed: Sequence[int], place: StreamPosition) -> None:
         self._dataset = rows
         self._seed = seed
         self.place = place
@@ -79,11 +79,11 @@ class Source:
             order = np.random.default_rng([*self._seed, turn]).permutation(shards)
             for shard in range(self.place.shard, shards):
                 start = self.place.rows if shard == self.place.shard else 0
-                self.place = Place(turn, shard, start)
+                self.place = StreamPosition(turn, shard, start)
                 for row in self._shard(int(order[shard]), shards, start):
-                    self.place = Place(turn, shard, self.place.rows + 1)
+                    self.place = StreamPosition(turn, shard, self.place.rows + 1)
                     yield row
-            self.place = Place(turn + 1)
+            self.place = StreamPosition(turn + 1)
             yield None
 
     def _shard(self, index: int, shards: int, start: int) -> Iterator[Row]:
@@ -124,7 +124,7 @@ def open_blocks(
     section: Data, weights: Mapping[str, float], reader: Format, seed: int, start: Start | None = None
 ) -> Blocks:
     """The blocks of a recipe's sources, from the beginning or from where one began."""
-    start = start or Start(0, (Place(),) * len(weights))
+    start = start or Start(0, (StreamPosition(),) * len(weights))
     found = [
         Source(_columns(_open(section, name), section, reader, name), (seed, number), place)
         for number, (name, place) in enumerate(zip(weights, start.places, strict=True))

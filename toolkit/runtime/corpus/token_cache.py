@@ -21,7 +21,7 @@ from toolkit.runtime.corpus import sources
 from toolkit.runtime.corpus.formats import Format, make_format
 from toolkit.runtime.corpus.token_documents import TOKEN, Counts, Documents
 from toolkit.runtime.corpus.tokenizer import Tokenizer
-from toolkit.runtime.distributed.rank_zero_first import Together
+from toolkit.runtime.distributed.rank_zero_first import OncePerHost
 
 VERSION = 1
 """Changes when the same rows and settings would give other documents."""
@@ -172,7 +172,9 @@ def _bounds(lengths: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
-def find_or_make(cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, together: Together) -> Documents:
+def find_or_make(
+    cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, together: OncePerHost
+) -> Documents:
     """The documents of a source: one rank of a host makes them if they are missing, the others wait for it."""
     path = cache.root / together.tell(lambda: cache.key(section, source, tokenizer))
     together.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))

@@ -12,7 +12,7 @@ import torch
 from toolkit.errors import BadInput
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.corpus.tokenizer import Tokenizer
-from toolkit.runtime.data.sample_order import Order, Part, mixture
+from toolkit.runtime.data.sample_order import MixturePart, SampleOrder, mixture
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.data.streaming import Streamed
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -22,7 +22,7 @@ HELD_OUT_SEED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class Dataset:
     """The samples of a run."""
 
     train: Samples
@@ -38,15 +38,15 @@ class Loaded:
         """Share of token positions that are not padding."""
         return self.train.positions_used / max(self.train.positions, 1)
 
-    def order(self, recipe: Recipe, global_batch: int) -> Order:
+    def order(self, recipe: Recipe, global_batch: int) -> SampleOrder:
         """The order of the training samples."""
         if isinstance(self.train, Streamed):
-            start = Order(samples=0, global_batch=global_batch, seed=recipe.train.seed, streamed=True)
+            start = SampleOrder(samples=0, global_batch=global_batch, seed=recipe.train.seed, streamed=True)
             return replace(start, ramp=recipe.train.batch_ramp)
-        parts: tuple[Part, ...] = ()
-        if isinstance(self.train, Mixed):
+        parts: tuple[MixturePart, ...] = ()
+        if isinstance(self.train, Mixture):
             parts = mixture([len(part) for part in self.train.parts], list(self.train.weights))
-        order = Order(
+        order = SampleOrder(
             samples=len(self.train),
             global_batch=global_batch,
             seed=recipe.train.seed,
@@ -82,11 +82,11 @@ def check_labels(labels: np.ndarray, num_labels: int, source: str) -> None:
 
 def mixed(parts: Sequence[Samples], weights: list[float]) -> Samples:
     """Several sources as one, with a weight each."""
-    return parts[0] if len(parts) == 1 else Mixed(parts, tuple(weights))
+    return parts[0] if len(parts) == 1 else Mixture(parts, tuple(weights))
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Mixture:
     """Several sources, one behind the other."""
 
     parts: Sequence[Samples]

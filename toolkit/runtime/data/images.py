@@ -19,7 +19,7 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus import sources
 from toolkit.runtime.corpus.formats import label_number
 from toolkit.runtime.corpus.token_cache import class_names
-from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.models.input_spec import InputSpec
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 Picture = str | bytes
@@ -65,7 +65,7 @@ class Images:
         return Images(chosen, self.labels[numbers], self.prepare, self.tokens)
 
 
-def read_images(section: Data, path: str, takes: Takes, model_path: str | None) -> Images:
+def read_images(section: Data, path: str, takes: InputSpec, model_path: str | None) -> Images:
     """All pictures of a source; `BadInput` names those that don't decode."""
     pictures, labels = _folders(path) if image_folders(path) else _table(section, path)
     broken = [(where, what) for where, what in zip(range(len(pictures)), _checked(pictures), strict=True) if what]

@@ -18,28 +18,28 @@ from toolkit.runtime.corpus.formats import make_format
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.token_documents import Documents
 from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
-from toolkit.runtime.data.dataset import Loaded, check_labels, mixed, split
+from toolkit.runtime.data.dataset import Dataset, check_labels, mixed, split
 from toolkit.runtime.data.images import read_images
 from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut
 from toolkit.runtime.data.prefetch import AHEAD
 from toolkit.runtime.data.samples import Labelled, Padded, Samples, Stream, Synthetic
 from toolkit.runtime.data.streaming import Streamed, windows
-from toolkit.runtime.distributed.rank_zero_first import Alone, Together
-from toolkit.runtime.models.input_spec import Takes
+from toolkit.runtime.distributed.rank_zero_first import OncePerHost, SingleProcess
+from toolkit.runtime.models.input_spec import InputSpec
 
 
 def load_data(
-    recipe: Recipe, takes: Takes, together: Together | None = None, terminal: IO[str] | None = None
-) -> Loaded:
+    recipe: Recipe, takes: InputSpec, together: OncePerHost | None = None, terminal: IO[str] | None = None
+) -> Dataset:
     """The recipe's data; `BadInput` if there is none, or if it does not fit the model."""
     section = recipe.data
     if section.format == "image-classification":
         return _images(section, takes, recipe.model.path if recipe.model.init == "pretrained" else None)
     if section.path == "synthetic" and section.format == "text":
         samples = Synthetic(takes.need_vocab(), section.seq_len)
-        return Loaded(train=samples, documents=len(samples), tokens=samples.positions, tokenizer=Bytes())
+        return Dataset(train=samples, documents=len(samples), tokens=samples.positions, tokenizer=Bytes())
     section, notes = packing_of(section, recipe.model)
-    loader = _Loader(section, takes, load_recipe_tokenizer(recipe), together or Alone(), terminal)
+    loader = _Loader(section, takes, load_recipe_tokenizer(recipe), together or SingleProcess(), terminal)
     loaded = loader.stream(recipe.train) if section.streaming else loader.load()
     return replace(loaded, notes=(*notes, *loaded.notes))
 
@@ -65,7 +65,7 @@ def _identity(section: Data, weights: Mapping[str, float]) -> dict[str, Any]:
     return {"path": f"sources with weights {shares}", **{key: getattr(section, key) for key in keys}}
 
 
-def _images(section: Data, takes: Takes, model_path: str | None) -> Loaded:
+def _images(section: Data, takes: InputSpec, model_path: str | None) -> Dataset:
     found = []
     for source in source_weights(section.path):
         images = read_images(section, source, takes, model_path)
@@ -77,7 +77,7 @@ def _images(section: Data, takes: Takes, model_path: str | None) -> Loaded:
         splits = [(images, *split(len(images), section.eval_fraction)) for images in found]
         trains = [images.take(numbers) for images, numbers, _ in splits]
         held_out = [images.take(numbers) for images, _, numbers in splits if len(numbers)]
-    return Loaded(
+    return Dataset(
         train=mixed(trains, list(source_weights(section.path).values())),
         held_out=mixed(held_out, [1.0] * len(held_out)) if held_out else None,
         documents=sum(len(images) for images in found),
@@ -94,18 +94,18 @@ def load_recipe_tokenizer(recipe: Recipe) -> Tokenizer:
 @dataclass(frozen=True)
 class _Loader:
     section: Data
-    takes: Takes
+    takes: InputSpec
     tokenizer: Tokenizer
-    together: Together
+    together: OncePerHost
     terminal: IO[str] | None
 
-    def load(self) -> Loaded:
+    def load(self) -> Dataset:
         self._check_tokenizer()
         found = {source: self._documents(source) for source in source_weights(self.section.path)}
         splits = [(documents, *split(len(documents), self.section.eval_fraction)) for documents in found.values()]
         trains = [self._samples(documents, numbers) for documents, numbers, _ in splits]
         self._check_enough(found, trains)
-        return Loaded(
+        return Dataset(
             train=mixed(trains, list(source_weights(self.section.path).values())),
             held_out=self._held_out(splits),
             documents=sum(len(documents) for documents in found.values()),
@@ -114,7 +114,7 @@ class _Loader:
             tokenizer=self.tokenizer,
         )
 
-    def stream(self, train: Train) -> Loaded:
+    def stream(self, train: Train) -> Dataset:
         """Samples that are read while the run trains; figures are of the first window."""
         self._check_tokenizer()
         reader = make_format(self.section, self.tokenizer)
@@ -129,7 +129,7 @@ class _Loader:
             identity=_identity(self.section, weights),
             windows=itertools.chain([(start, first)], found),
         )
-        return Loaded(
+        return Dataset(
             train=streamed,
             held_out=self._held_out([]),
             documents=len(first),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.runtime.data.sample_order import Order
+from toolkit.runtime.data.sample_order import SampleOrder
 from toolkit.runtime.data.samples import Samples, micro_batches
 from toolkit.runtime.models.micro_batch import MicroBatch
 
@@ -42,7 +42,7 @@ def global_batch(samples: Samples, ids: np.ndarray, share: Share) -> list[MicroB
     return [micro.map(accelerator.pin_memory) for micro in made]
 
 
-def prefetched(samples: Samples, order: Order, share: Share, steps: range) -> Iterator[Made]:
+def prefetched(samples: Samples, order: SampleOrder, share: Share, steps: range) -> Iterator[Made]:
     """The batches of some steps; what goes wrong in the thread is raised here."""
     ready: queue.Queue[Made | Exception] = queue.Queue(AHEAD)
     done = threading.Event()

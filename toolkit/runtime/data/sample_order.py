@@ -19,7 +19,7 @@ WINDOW, BLOCK = 2048, 64
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """One source of a mixture."""
 
     samples: int
@@ -29,7 +29,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class SampleOrder:
     """Which samples each step uses, over all ranks: depends on the data, the seed and the global batch alone."""
 
     samples: int
@@ -42,7 +42,7 @@ class Order:
     """Samples that were used before it."""
     total: int | None = None
     """Samples of the whole run, where it ends with an epoch; None: as many as its steps take."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MixturePart, ...] = ()
     """Sources of a mixture, one behind the other in the sample ids."""
     streamed: bool = False
     """Samples are numbered as they arrive: each step takes the next ones."""
@@ -75,7 +75,7 @@ class Order:
         """Samples of each step."""
         return Batches(self.global_batch, self.ramp)
 
-    def moved(self, step: int, position: int) -> Order:
+    def moved(self, step: int, position: int) -> SampleOrder:
         """The same order, with `position` samples used before `step`: another global batch goes on at the next one."""
         return replace(self, first_step=step, first_position=position)
 
@@ -104,13 +104,13 @@ class Order:
         return np.concatenate(found)
 
 
-def mixture(sizes: list[int], weights: list[float]) -> tuple[Part, ...]:
+def mixture(sizes: list[int], weights: list[float]) -> tuple[MixturePart, ...]:
     """Parts of an epoch with as many samples as all sources have together, shared out by weight."""
     exact = np.asarray(weights) / sum(weights) * sum(sizes)
     drawn = np.floor(exact).astype(int)
     for place in np.argsort(drawn - exact, kind="stable")[: sum(sizes) - drawn.sum()]:
         drawn[place] += 1
-    return tuple(Part(size, max(1, int(count))) for size, count in zip(sizes, drawn, strict=True))
+    return tuple(MixturePart(size, max(1, int(count))) for size, count in zip(sizes, drawn, strict=True))
 
 
 def own_share(ids: np.ndarray, *, replica: int, replicas: int) -> np.ndarray:
@@ -129,7 +129,7 @@ def _grouped(ids: np.ndarray, lengths: np.ndarray, random: np.random.Generator) 
     return np.concatenate([blocks[place] for place in random.permutation(len(blocks))])
 
 
-def taken(own: np.ndarray, replica: int, group: Any = None) -> list[int]:
+def gather_sample_ids(own: np.ndarray, replica: int, group: Any = None) -> list[int]:
     """Sample ids of a step over all replicas, in the order of the replicas. Collective."""
     return joined(gather_objects((replica, own.tolist()), group))
 

@@ -16,7 +16,7 @@ import torch
 from toolkit.errors import BadInput
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.formats import Encoded, Format
-from toolkit.runtime.corpus.stream_reader import Place, Start, batched, open_blocks
+from toolkit.runtime.corpus.stream_reader import Start, StreamPosition, batched, open_blocks
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -83,7 +83,7 @@ class Streamed:
         first, start = max((found for found in list(self._starts) if found[0] <= position), key=lambda found: found[0])
         return {"first": first, "block": start.block, "places": [asdict(p) for p in start.places], **self.identity}
 
-    def go_on(self, mark: Mapping[str, Any] | None) -> str:
+    def resume_at(self, mark: Mapping[str, Any] | None) -> str:
         """Read on from a checkpoint's mark, in words; `BadInput` if it is of another stream."""
         if mark is None:
             raise BadInput(
@@ -95,7 +95,7 @@ class Streamed:
             if mark.get(name) != value:
                 what = f"{value} given; the checkpoint's stream has {mark.get(name)}, so the next sample is not defined"
                 raise BadInput(f"data.{name}", what)
-        start = Start(int(mark["block"]), tuple(Place(**place) for place in mark["places"]))
+        start = Start(int(mark["block"]), tuple(StreamPosition(**place) for place in mark["places"]))
         self.windows, self._next = self.open(start), int(mark["first"])
         self._held.clear()
         self._starts.clear()

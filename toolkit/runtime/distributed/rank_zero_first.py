@@ -15,7 +15,7 @@ PATIENCE = datetime.timedelta(days=2)
 """Tokenising a large source takes hours."""
 
 
-class Together(Protocol):
+class OncePerHost(Protocol):
     """Ranks that share files."""
 
     def tell(self, find: Callable[[], str]) -> str:
@@ -25,7 +25,7 @@ class Together(Protocol):
         """Make what is not present, once a host."""
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
     def tell(self, find: Callable[[], str]) -> str:
@@ -36,7 +36,7 @@ class Alone:
             make()
 
 
-class Ranks:
+class AllRanks:
     """All ranks of a run. Collective."""
 
     def __init__(self, world: World) -> None:

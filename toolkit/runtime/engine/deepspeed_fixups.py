@@ -10,8 +10,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from toolkit.checkpoints import element_runs
 from toolkit.plans.plan import Plan
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.engine.onebit_adam import Exchange, OneBitAdam
-from toolkit.runtime.engine.optimizers import Layers, Own, Span
+from toolkit.runtime.engine.onebit_adam import OneBitAdam, OneBitExchange
+from toolkit.runtime.engine.optimizers import Layers, LayerwiseOptimizer, Span
 from toolkit.runtime.engine.training_state import DeepSpeedState
 
 
@@ -33,7 +33,7 @@ def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
     """Tell an optimizer of ours what it needs, and that steps count from now on."""
     if isinstance(state.base, OneBitAdam):
         _begin_one_bit(engine, state.base, mesh)
-    if isinstance(state.base, Own):
+    if isinstance(state.base, LayerwiseOptimizer):
         whole = mesh.plan.zero_stage == 0 or mesh.plan.tp * mesh.plan.pp > 1
         state.base.begin(Layers() if whole else _sharded(state, mesh))
 
@@ -41,7 +41,7 @@ def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
 def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:
     """Once it compresses, the optimizer exchanges; until then the engine reduces gradients as ever."""
     ranks = mesh.plan.dp
-    optimizer.begin(Exchange(ranks, mesh.data, mesh.data_group) if ranks > 1 else None)
+    optimizer.begin(OneBitExchange(ranks, mesh.data, mesh.data_group) if ranks > 1 else None)
     reduce = engine.allreduce_gradients
     engine.allreduce_gradients = lambda *args, **kwargs: None if optimizer.compresses else reduce(*args, **kwargs)
 

@@ -15,11 +15,11 @@ from toolkit.runtime.engine.onebit_adam import OneBitAdam
 from toolkit.runtime.models.parameter_shards import layout_of
 
 
-class NoNumbers(Exception):
+class NonFiniteGradients(Exception):
     """The averaged gradient is NaN or infinite."""
 
 
-class NormMeter:
+class GradientNormMeter:
     """The gradient norm of the last step, whatever the optimizer.
 
     DeepSpeed (0.19) tells it under ZeRO. Plain fp32 gradients it clips without telling, in a pipeline by the first
@@ -70,7 +70,7 @@ class NormMeter:
     def _clip(self, limit: float) -> None:
         self._norm = self._together(clip_gradients(self._engine.module.parameters(), self._mesh, limit))
         if not math.isfinite(self._norm):
-            raise NoNumbers  # before the update; with ZeRO, DeepSpeed itself skips it
+            raise NonFiniteGradients  # before the update; with ZeRO, DeepSpeed itself skips it
 
 
 EPSILON = 1e-6

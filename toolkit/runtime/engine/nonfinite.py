@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class FaultCounter:
+class NonFiniteCounter:
     """Counts, on the device and without a wait, the passes of one rank that made non-numbers of numbers."""
 
     def __init__(self, device: torch.device) -> None:

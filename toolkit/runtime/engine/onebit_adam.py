@@ -26,11 +26,11 @@ class OneBitAdam(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[torch.Tensor], train: Train, lr: float) -> None:
         assert train.freeze_steps is not None, "checked with the recipe"
         self._train, self._freeze = train, train.freeze_steps
-        self._exchange: Exchange | None = None
+        self._exchange: OneBitExchange | None = None
         self._begun = False
         super().__init__(parameters, {"lr": lr})
 
-    def begin(self, exchange: Exchange | None) -> None:
+    def begin(self, exchange: OneBitExchange | None) -> None:
         """From now on, steps count; without an exchange there is one rank."""
         self._begun, self._exchange = True, exchange
 
@@ -73,7 +73,7 @@ class OneBitAdam(torch.optim.Optimizer):
         return change.add_(weight, alpha=self._train.weight_decay)
 
 
-class Exchange:
+class OneBitExchange:
     """A mean over ranks of which only signs and scales travel."""
 
     def __init__(self, ranks: int, rank: int, group: Any = None) -> None:

@@ -59,7 +59,7 @@ class Layers:
         return value
 
 
-class Own(torch.optim.Optimizer):
+class LayerwiseOptimizer(torch.optim.Optimizer):
     """An update rule over tensors and what the optimizer keeps for each.
 
     Until `begin` it does nothing: DeepSpeed (0.19) takes a step with zero gradients when it makes some engines.
@@ -137,7 +137,7 @@ def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Make | None, di
     rule = RULES.get(train.optimizer)
     if rule is None:
         return None, config
-    return (lambda parameters: Own(parameters, rule, train, lr)), rest
+    return (lambda parameters: LayerwiseOptimizer(parameters, rule, train, lr)), rest
 
 
 def _kept(state: dict[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Sums:
+class EvaluationSums:
     """What an evaluation adds up: the same on every rank."""
 
     loss: float = 0.0
@@ -46,8 +46,8 @@ class Sums:
     correct: int = 0
     """Those whose likeliest value was right."""
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
+    def __add__(self, other: EvaluationSums) -> EvaluationSums:
+        return EvaluationSums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
 
 
 class Engine(Protocol):
@@ -64,7 +64,7 @@ class Engine(Protocol):
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Train on this replica's share of a global batch."""
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         """Losses of this replica's share of a global batch, added up over all replicas; nothing is learned."""
 
     def watch(self, clock: Clock) -> None:

@@ -14,10 +14,10 @@ from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import gradient_reduction
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
-from toolkit.runtime.engine.gradient_norm import NoiseMeter, NoNumbers, NormMeter
-from toolkit.runtime.engine.nonfinite import FaultCounter
+from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter, NonFiniteGradients
+from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
-from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.training_state import DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.loss import Loss, summed_loss
@@ -49,7 +49,7 @@ class ReplicaEngine:
         self._after_backward = after_backward
         self._sums = train.grad_reduce == "sum"
         self._accumulated = mesh.plan.grad_accum
-        self._faults = FaultCounter(device())
+        self._faults = NonFiniteCounter(device())
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -65,7 +65,7 @@ class ReplicaEngine:
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
-        self._norm = NormMeter(self._engine, mesh)
+        self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 
     @property
@@ -113,7 +113,7 @@ class ReplicaEngine:
                 self._check_once()
                 with part(self._clock, "optimizer"):
                     self._engine.step()
-        except NoNumbers:  # on every rank alike: the averaged gradients are the same
+        except NonFiniteGradients:  # on every rank alike: the averaged gradients are the same
             pass
         faults = self._faults.count + (~torch.isfinite(total)).float()
         mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
@@ -133,7 +133,7 @@ class ReplicaEngine:
         self._clock = clock
         time_gradient_sync(self._engine, clock)
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         sums = torch.zeros(3, dtype=torch.float64, device=device())
         self._engine.eval()
         with torch.no_grad():
@@ -145,7 +145,7 @@ class ReplicaEngine:
                 sums += torch.stack([value.double() for value in (loss, (own.labels != IGNORE).sum(), correct)])
         self._engine.train()
         total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
-        return Sums(total, int(counted), int(correct))
+        return EvaluationSums(total, int(counted), int(correct))
 
     def _accumulate(self, micro_batches: int) -> None:
         """A batch that grows has more micro-batches; DeepSpeed counts them from a step's first."""

@@ -21,7 +21,7 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.models.parameter_shards import layout_of
 
 
-class Placed(NamedTuple):
+class FullSlice(NamedTuple):
     """Elements of a rank's tensor in the whole model."""
 
     name: str
@@ -32,7 +32,7 @@ class Placed(NamedTuple):
     """The elements there."""
 
 
-Place = Callable[[str, int, int], Placed]
+SliceLocator = Callable[[str, int, int], FullSlice]
 """(name, start, stop) of this rank's tensor → where that is."""
 NOT_STATES = (WEIGHT, BUFFER, "outer_momentum", "exchange_error")
 """Kinds in a checkpoint that are no states of this optimizer; those with `@` are of other islands."""
@@ -49,7 +49,7 @@ class DeepSpeedState:
         names: Mapping[torch.Tensor, str],
         copy: int,
         copies: int,
-        place: Place,
+        place: SliceLocator,
         copies_of: Callable[[str], tuple[int, int]] | None = None,
         writes: Callable[[str], bool] = lambda name: True,
         model: torch.nn.Module | None = None,
@@ -86,7 +86,7 @@ class DeepSpeedState:
                 copies=self._buffer_copies,
             )
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Nothing is ever under way between two steps."""
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
@@ -239,23 +239,23 @@ def whole_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     return found
 
 
-def expert_places(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> Place:
+def expert_places(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> SliceLocator:
     """Places of this rank's elements, from the shapes of the whole model's parameters."""
     ranks = mesh.plan.ep
     index = mesh.data % ranks
 
-    def place(name: str, low: int, high: int) -> Placed:
+    def place(name: str, low: int, high: int) -> FullSlice:
         whole = whole_name(name, shapes)
         shape = shapes[whole]
         match = _EXPERT.fullmatch(name)
         if match is None:
-            return Placed(whole, shape, element_runs.flat(low, high))
+            return FullSlice(whole, shape, element_runs.flat(low, high))
         experts, rows, columns = shape
         own = experts // ranks
         halves = 1 if match[2] == "w2" else 2
         begin = rows // 2 if match[2] == "w3" else 0
         box = element_runs.box(shape, (index * own, begin, 0), (own, rows // halves, columns))
-        return Placed(whole, shape, element_runs.take(box, low, high))
+        return FullSlice(whole, shape, element_runs.slice_runs(box, low, high))
 
     return place
 
@@ -267,14 +267,14 @@ def expert_copies(name: str, mesh: Mesh) -> tuple[int, int]:
     return mesh.data, mesh.plan.dp
 
 
-def placed(named: Mapping[str, torch.nn.Parameter]) -> Place:
+def placed(named: Mapping[str, torch.nn.Parameter]) -> SliceLocator:
     """Where elements of this rank's parameters are in the whole ones."""
 
-    def place(name: str, low: int, high: int) -> Placed:
+    def place(name: str, low: int, high: int) -> FullSlice:
         parameter = named[name]
         layout = layout_of(parameter)
         if layout is None:
-            return Placed(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), element_runs.flat(low, high))
-        return Placed(name, layout.shape, element_runs.take(layout.region(), low, high))
+            return FullSlice(name, tuple(getattr(parameter, "ds_shape", parameter.shape)), element_runs.flat(low, high))
+        return FullSlice(name, layout.shape, element_runs.slice_runs(layout.region(), low, high))
 
     return place

@@ -23,14 +23,14 @@ from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import broadcast_object
-from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_join import Joined, join
-from toolkit.runtime.islands.async_store import Letter, Mailbox, Snapshot
-from toolkit.runtime.islands.async_transfer import Postman
-from toolkit.runtime.islands.checkpoint_state import MemberState
-from toolkit.runtime.islands.flat_masters import Masters
-from toolkit.runtime.islands.quantize import Wire
+from toolkit.runtime.islands.async_store import Snapshot, Update, UpdateStore
+from toolkit.runtime.islands.async_transfer import BackgroundTransfer
+from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
+from toolkit.runtime.islands.flat_masters import FlatMasters
+from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.micro_batch import MicroBatch
 
@@ -50,7 +50,7 @@ class Waits:
     """Whether this process was asked to stop."""
 
 
-class Member:
+class AsyncIslandEngine:
     """`Engine` of one rank of such an island; `rounds` says which steps are its own."""
 
     def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, member: Membership, total_steps: int) -> None:
@@ -61,15 +61,15 @@ class Member:
         self._first = mesh.data == 0
         # Of its own, over host memory: agreements of an island's ranks.
         self._group = torch.distributed.new_group(backend="gloo") if mesh.plan.dp > 1 else None
-        self._mailbox = Mailbox(member, mesh.data, mesh.plan.dp)
-        self._masters = Masters(inner.state, mesh)
-        self._wire = Wire(outer.bits, self._masters.part())
-        self._state = MemberState(inner.state, self._masters, self._wire)
+        self._mailbox = UpdateStore(member, mesh.data, mesh.plan.dp)
+        self._masters = FlatMasters(inner.state, mesh)
+        self._wire = ErrorFeedbackCodec(outer.bits, self._masters.part())
+        self._state = AsyncIslandState(inner.state, self._masters, self._wire)
         self._over = False
         self._rounds = 0
         self._chunk = 0
         self._joined: Joined
-        self._postman: Postman
+        self._postman: BackgroundTransfer
 
     @property
     def replica(self) -> int:
@@ -93,7 +93,7 @@ class Member:
         self._clock = clock
         self._inner.watch(clock)
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         return self._inner.evaluate(batch)
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
@@ -114,7 +114,7 @@ class Member:
         if self._first:
             self._mailbox.number(f"beat/{self._member.island}", 1)  # before it claims anything
         own = joined.own_letters
-        self._postman = Postman(self._member, self._mesh.data, self._mesh.plan.dp, joined.seen, own_from=own)
+        self._postman = BackgroundTransfer(self._member, self._mesh.data, self._mesh.plan.dp, joined.seen, own_from=own)
         try:
             while (chunk := self._next(waits)) is not None:
                 self._chunk = chunk
@@ -229,8 +229,8 @@ class Member:
             content = self._wire.pack(own)
             shared = shared - weight * self._wire.unpack(content)
             state.chunks.add(self._chunk)
-            letter = Letter(self._member.island, self._serial(), self._chunk, weight, content)
-            self._postman.send(partial(Mailbox.post, letter=letter, life=self._joined.life))
+            letter = Update(self._member.island, self._serial(), self._chunk, weight, content)
+            self._postman.send(partial(UpdateStore.post, letter=letter, life=self._joined.life))
             self._joined.sent += 1
             seen[self._member.island] += 1
         if own is not None or letters:
@@ -241,7 +241,7 @@ class Member:
     def _serial(self) -> int:
         return self._joined.own_letters + self._joined.sent
 
-    def _answers(self, letters: list[Letter], *, sends: bool) -> tuple[float, int, list[int]]:
+    def _answers(self, letters: list[Update], *, sends: bool) -> tuple[float, int, list[int]]:
         """Asked on the first rank: a change's weight, own letters that all others have, and who wants a snapshot."""
         mailbox, own = self._mailbox, self._member.island
         others = [i for i in range(self._member.islands) if i != own and self._postman.alive(i)]
@@ -265,12 +265,12 @@ class Member:
         state, joined = self._state, self._joined
         for request in requests:
             snapshot = Snapshot(list(joined.seen), state.chunks.counters(), state.shared.view(torch.uint8))
-            self._postman.send(partial(Mailbox.give, request=request, snapshot=snapshot))
+            self._postman.send(partial(UpdateStore.give, request=request, snapshot=snapshot))
         if self._first:
             self._mailbox.write(f"seen/{self._member.island}", joined.seen)
         last = min(known, self._serial() - KEPT_LETTERS)
         if last > joined.dropped:
-            self._postman.send(partial(Mailbox.drop, serials=range(joined.dropped, last)))
+            self._postman.send(partial(UpdateStore.drop, serials=range(joined.dropped, last)))
             joined.dropped = last
 
     def _common(self, counts: list[int]) -> list[int]:

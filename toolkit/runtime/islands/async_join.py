@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from toolkit.run_dir.async_islands import Chunks, Membership
-from toolkit.runtime.islands.async_store import Mailbox
+from toolkit.run_dir.async_islands import CompletedRounds, Membership
+from toolkit.runtime.islands.async_store import UpdateStore
 from toolkit.runtime.islands.async_transfer import DEAD_SECONDS
-from toolkit.runtime.islands.checkpoint_state import MemberState
+from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 
 POLL_SECONDS = 0.1
 DELIVERY_SECONDS = 600.0
@@ -40,7 +40,7 @@ class Joined:
 
 
 def join(
-    mailbox: Mailbox, member: Membership, state: MemberState, agree: Agree, tick: Callable[[], object]
+    mailbox: UpdateStore, member: Membership, state: AsyncIslandState, agree: Agree, tick: Callable[[], object]
 ) -> Joined | None:
     """Come in with the state at hand, or with another island's; None: the run is over. Collective over the island."""
     life = agree(lambda: mailbox.number(f"joined/{member.island}", 1))
@@ -55,7 +55,7 @@ def join(
             return None
         if isinstance(way, int):
             snapshot = mailbox.given(way)
-            state.take(snapshot.content.view(torch.float32), Chunks.of(snapshot.counters))
+            state.take(snapshot.content.view(torch.float32), CompletedRounds.of(snapshot.counters))
             own = agree(lambda: mailbox.letters(member.island))
             return Joined(life, snapshot.seen, own, dropped=own)
         seen, own = agree(lambda: (ways.letters(), mailbox.letters(member.island)))
@@ -65,7 +65,7 @@ def join(
 class Ways:
     """What the first rank finds out."""
 
-    def __init__(self, mailbox: Mailbox, member: Membership, life: int, chunks: Chunks) -> None:
+    def __init__(self, mailbox: UpdateStore, member: Membership, life: int, chunks: CompletedRounds) -> None:
         self._mailbox, self._member, self._life, self._chunks = mailbox, member, life, chunks
         self._request: int | None = None
         self._served_at: float | None = None

@@ -24,7 +24,7 @@ PATIENCE = datetime.timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Letter:
+class Update:
     """One rank's part of what an island has learned in a round."""
 
     island: int
@@ -54,7 +54,7 @@ def serve(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, None, True, wait_for_workers=False, timeout=PATIENCE)
 
 
-class Mailbox:
+class UpdateStore:
     """One connection of one rank. Each thread has its own: a store answers one question at a time."""
 
     def __init__(self, member: Membership, rank: int, ranks: int) -> None:
@@ -80,7 +80,7 @@ class Mailbox:
         """The same."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else default
 
-    def post(self, letter: Letter, life: int) -> None:
+    def post(self, letter: Update, life: int) -> None:
         """Leave this rank's part; the letter is there once every rank has done so."""
         place = f"letter/{letter.island}/{letter.serial}/{life}"
         self._put(f"{place}/{self._rank}", letter.content)
@@ -93,11 +93,11 @@ class Mailbox:
         """How many letters of an island are there."""
         return self.number(f"letters/{island}")
 
-    def fetch(self, island: int, serial: int) -> Letter:
+    def fetch(self, island: int, serial: int) -> Update:
         """This rank's part of a letter that is there."""
         head = self.read(f"letter/{island}/{serial}")
         content = self._get(f"letter/{island}/{serial}/{head['life']}/{self._rank}")
-        return Letter(island, serial, head["chunk"], head["weight"], content)
+        return Update(island, serial, head["chunk"], head["weight"], content)
 
     def drop(self, serials: Iterable[int]) -> None:
         """Letters of this island that everybody has."""

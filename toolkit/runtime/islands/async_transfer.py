@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from toolkit.run_dir.async_islands import Membership
-from toolkit.runtime.islands.async_store import Letter, Mailbox
+from toolkit.runtime.islands.async_store import Update, UpdateStore
 
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
@@ -17,10 +17,10 @@ FLUSH_SECONDS = 5.0
 DEAD_SECONDS = 10.0
 """An island that gives no sign of life for so long has left; it may come back."""
 
-Errand = Callable[[Mailbox], None]
+Task = Callable[[UpdateStore], None]
 
 
-class Postman:
+class BackgroundTransfer:
     """Of one rank: sends what it is given, and fetches what others send."""
 
     def __init__(self, member: Membership, rank: int, ranks: int, fetched: list[int], *, own_from: int) -> None:
@@ -28,8 +28,8 @@ class Postman:
         self._member, self._own_from = member, own_from
         self._rank, self._ranks = rank, ranks
         self._fetched = list(fetched)
-        self._outgoing: queue.Queue[Errand] = queue.Queue()
-        self._arrived: list[list[Letter]] = [[] for _ in range(member.islands)]
+        self._outgoing: queue.Queue[Task] = queue.Queue()
+        self._arrived: list[list[Update]] = [[] for _ in range(member.islands)]
         self._failure: Exception | None = None
         self._lives: dict[int, tuple[int, float]] = {}
         self._beats = rank == 0
@@ -37,7 +37,7 @@ class Postman:
         for work in (self._send, self._fetch, self._beat):
             threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
 
-    def send(self, errand: Errand) -> None:
+    def send(self, errand: Task) -> None:
         """Run it soon, after those before it."""
         self._outgoing.put(errand)
 
@@ -52,7 +52,7 @@ class Postman:
             raise self._failure
         return [len(letters) for letters in self._arrived]
 
-    def take(self, counts: list[int]) -> list[Letter]:
+    def take(self, counts: list[int]) -> list[Update]:
         """So many of each island, in their order."""
         taken = [letter for letters, count in zip(self._arrived, counts, strict=True) for letter in letters[:count]]
         for letters, count in zip(self._arrived, counts, strict=True):
@@ -78,16 +78,16 @@ class Postman:
         """Nothing more is sent or fetched."""
         self._ended.set()
 
-    def _guarded(self, work: Callable[[Mailbox], None]) -> None:
+    def _guarded(self, work: Callable[[UpdateStore], None]) -> None:
         try:
-            mailbox = Mailbox(self._member, self._rank, self._ranks)
+            mailbox = UpdateStore(self._member, self._rank, self._ranks)
             while not self._ended.is_set():
                 work(mailbox)
         except Exception as error:  # whatever it is, it belongs to the run's own thread
             if not self._ended.is_set():
                 self._failure = error
 
-    def _send(self, mailbox: Mailbox) -> None:
+    def _send(self, mailbox: UpdateStore) -> None:
         try:
             errand = self._outgoing.get(timeout=POLL_SECONDS)
         except queue.Empty:
@@ -95,7 +95,7 @@ class Postman:
         errand(mailbox)
         self._outgoing.task_done()
 
-    def _fetch(self, mailbox: Mailbox) -> None:
+    def _fetch(self, mailbox: UpdateStore) -> None:
         for island in range(self._member.islands):
             there = mailbox.letters(island)
             there = min(there, self._own_from) if island == self._member.island else there
@@ -104,7 +104,7 @@ class Postman:
                 self._fetched[island] += 1
         self._ended.wait(POLL_SECONDS)
 
-    def _beat(self, mailbox: Mailbox) -> None:
+    def _beat(self, mailbox: UpdateStore) -> None:
         if self._beats:
             mailbox.number(f"beat/{self._member.island}", 1)
             for island in range(self._member.islands):

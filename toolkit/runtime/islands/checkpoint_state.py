@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from toolkit.run_dir.async_islands import Chunks
+from toolkit.run_dir.async_islands import CompletedRounds
 from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT, Fragment, Stateful
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.islands.flat_masters import Masters
-from toolkit.runtime.islands.outer_step import Exchange
-from toolkit.runtime.islands.quantize import Wire
+from toolkit.runtime.islands.flat_masters import FlatMasters
+from toolkit.runtime.islands.outer_step import OuterStep
+from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
 
 MOMENTUM = "outer_momentum"
 """Kind of the outer optimizer's state in checkpoints."""
@@ -25,12 +25,12 @@ FOREIGN = "@"
 class IslandState:
     """`Stateful` of one rank of an island."""
 
-    def __init__(self, inner: Stateful, mesh: Mesh, exchange: Exchange) -> None:
+    def __init__(self, inner: Stateful, mesh: Mesh, exchange: OuterStep) -> None:
         self._inner, self._mesh, self._exchange = inner, mesh, exchange
         self._own_kinds: Mapping[str, Collection[str]] | None = None
 
-    def settle(self) -> None:
-        self._exchange.settle()
+    def drain(self) -> None:
+        self._exchange.drain()
 
     def fragments(self) -> Iterator[Fragment]:
         island = self._mesh.island
@@ -67,22 +67,22 @@ class IslandState:
         self._inner.set_counters(counters)
 
 
-class MemberState:
+class AsyncIslandState:
     """`Stateful` of one rank; between rounds its masters are what all islands share."""
 
-    def __init__(self, inner: Stateful, masters: Masters, wire: Wire) -> None:
+    def __init__(self, inner: Stateful, masters: FlatMasters, wire: ErrorFeedbackCodec) -> None:
         self._inner, self._masters, self._wire = inner, masters, wire
         self.shared = masters.part()
         """This rank's part of what islands share, in host memory; replaced, never changed in place."""
-        self.chunks = Chunks()
+        self.chunks = CompletedRounds()
         """What is in it."""
 
-    def take(self, shared: torch.Tensor, chunks: Chunks) -> None:
+    def take(self, shared: torch.Tensor, chunks: CompletedRounds) -> None:
         """Go on from another island's state; the optimizer's moments stay. Collective over the island."""
         self.shared, self.chunks = shared, chunks
         self._masters.write(shared)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Letters that are under way belong to the next state."""
 
     def fragments(self) -> Iterator[Fragment]:
@@ -101,4 +101,4 @@ class MemberState:
 
     def set_counters(self, counters: dict[str, float]) -> None:
         self._inner.set_counters(counters)
-        self.chunks = Chunks.of(counters)
+        self.chunks = CompletedRounds.of(counters)

@@ -17,10 +17,10 @@ from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.checkpoint_state import IslandState
-from toolkit.runtime.islands.outer_step import Exchange
+from toolkit.runtime.islands.outer_step import OuterStep
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.micro_batch import MicroBatch
 
@@ -32,7 +32,7 @@ class IslandEngine:
         self._inner, self._mesh, self._last_step = inner, mesh, last_step
         self._clock: Clock = NoClock()
         self._delay_steps = outer.delay_steps
-        self._exchange = Exchange(inner.state, mesh, outer)
+        self._exchange = OuterStep(inner.state, mesh, outer)
         self._state = IslandState(inner.state, mesh, self._exchange)
 
     @property
@@ -59,15 +59,15 @@ class IslandEngine:
         with part(self._clock, "grad_sync"):
             self._exchange.run()
             if done == self._last_step:
-                self._exchange.settle()
+                self._exchange.drain()
             return self._together(result)
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         found = self._inner.evaluate(batch)
         values = torch.tensor([found.loss, found.counted, found.correct or 0], dtype=torch.float64, device=device())
         dist.all_reduce(values, group=self._mesh.island_group)
         correct = None if found.correct is None else int(values[2])
-        return Sums(float(values[0]), int(values[1]), correct)
+        return EvaluationSums(float(values[0]), int(values[1]), correct)
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock

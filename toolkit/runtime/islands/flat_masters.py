@@ -13,7 +13,7 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
 
 
-class Masters:
+class FlatMasters:
     """What an island exchanges: under ZeRO a rank's own fragments, else its equal part of what all ranks hold."""
 
     def __init__(self, state: Stateful, mesh: Mesh) -> None:
@@ -52,7 +52,7 @@ class Masters:
             start, stop = max(low - begin, 0), min(low + len(state) - begin, size)
             if start < stop:
                 tensor = state[begin + start - low : begin + stop - low]
-                region = element_runs.take(fragment.region, start, stop)
+                region = element_runs.slice_runs(fragment.region, start, stop)
                 yield Fragment(name=fragment.name, kind=kind, shape=fragment.shape, region=region, tensor=tensor)
             begin += size
 

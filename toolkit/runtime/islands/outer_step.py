@@ -16,16 +16,16 @@ import torch.distributed
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.islands.flat_masters import Masters
-from toolkit.runtime.islands.quantize import QuantisedMean
+from toolkit.runtime.islands.flat_masters import FlatMasters
+from toolkit.runtime.islands.quantize import QuantizedMean
 
 
-class Exchange:
+class OuterStep:
     """Brings the islands' masters together; one a rank."""
 
     def __init__(self, state: Stateful, mesh: Mesh, outer: Outer) -> None:
         self._outer, self._mesh = outer, mesh
-        self.masters = Masters(state, mesh)
+        self.masters = FlatMasters(state, mesh)
         self.shared = self.masters.part()
         """`S`: this rank's part of it, like all of the outer state in host memory."""
         self.momentum = torch.zeros_like(self.shared if outer.optimizer == "nesterov" else self.shared[:0])
@@ -35,7 +35,7 @@ class Exchange:
         self._coming: Future[torch.Tensor] | None = None
         # A group of its own, over host memory: it talks while the island trains, and may take long.
         self._group = mesh.between_islands()
-        self._reduce = QuantisedMean(outer.bits, self._group, self.error).mean if outer.bits < 32 else self._sum
+        self._reduce = QuantizedMean(outer.bits, self._group, self.error).mean if outer.bits < 32 else self._sum
         self._thread = ThreadPoolExecutor(1, "exchange")
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class Exchange:
         self._own = self.shared - self.masters.part()
         self._coming = self._thread.submit(self._reduce, self._own.clone())
         if self._outer.mode == "wait":
-            self.settle()
+            self.drain()
 
     @torch.no_grad()
     def catch_up(self) -> None:
@@ -56,7 +56,7 @@ class Exchange:
             self.masters.write(self.shared - since)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for what is under way: then all islands are at `S`. Only at a round's end. Collective as `run`."""
         if self._coming is not None:
             self._move()

@@ -39,7 +39,7 @@ def packed_bytes(size: int, bits: int) -> int:
     return size * bits // 8 + size // BLOCK * 4
 
 
-class QuantisedMean:
+class QuantizedMean:
     """The mean over the ranks of a group, in few bits both ways, with error feedback.
 
     Every rank gets a part of the mean to make: packed parts go to it, its mean goes back, packed again. Each rounds
@@ -70,7 +70,7 @@ class QuantisedMean:
         return torch.cat([unpack(row, width, self._bits) for row in gathered])[: own.numel()]
 
 
-class Wire:
+class ErrorFeedbackCodec:
     """Of one rank's part of the weights."""
 
     def __init__(self, bits: int, like: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Clock:
+class Stopwatch:
     """Times a call on a device while all ranks do the same."""
 
     device: torch.device
@@ -125,7 +125,7 @@ def measure_job(
     try:
         inside = _own_ring(rank, [range(first, first + per_node) for first in range(0, world, per_node)])
         across = _own_ring(rank, [range(place, world, per_node) for place in range(per_node)])
-        clock = Clock(torch.device("cuda" if cuda else "cpu"), seconds_each)
+        clock = Stopwatch(torch.device("cuda" if cuda else "cpu"), seconds_each)
         return _measure_all(rank, inside, across, progress if rank == 0 else _silent, clock)
     finally:
         dist.destroy_process_group()
@@ -168,7 +168,7 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
         "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=world, timeout=TIMEOUT
     )
     try:
-        clock = Clock(torch.device("cuda" if cuda else "cpu"), seconds_each)
+        clock = Stopwatch(torch.device("cuda" if cuda else "cpu"), seconds_each)
         tell = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent
         found = _measure_all(rank, Ring(None, tuple(range(world))), Ring(None, (rank,)), tell, clock)
         if rank == 0:
@@ -180,7 +180,7 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
 
 
 def _measure_all(
-    rank: int, inside: Ring, across: Ring, progress: Callable[[str, int, int], None], clock: Clock
+    rank: int, inside: Ring, across: Ring, progress: Callable[[str, int, int], None], clock: Stopwatch
 ) -> Measured:
     sizes = GPU_SIZES if clock.device.type == "cuda" else SIZES
     names = COLLECTIVES if inside.size > 1 else ()
@@ -218,19 +218,19 @@ def _describe(world: int, device: torch.device) -> Measured:
     return Measured(world, "rocm" if torch.version.hip else "cuda", properties.name, properties.total_memory)
 
 
-def _matmul_flops(clock: Clock) -> float:
+def _matmul_flops(clock: Stopwatch) -> float:
     """Best rate over a few sizes, in the type that training uses there."""
     sides = (4096, 8192) if clock.device.type == "cuda" else (256, 512, 1024)
     return max(_matmul_rate(side, clock) for side in sides)
 
 
-def _matmul_rate(side: int, clock: Clock) -> float:
+def _matmul_rate(side: int, clock: Stopwatch) -> float:
     kind = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     a, b = (torch.randn(side, side, device=clock.device).to(kind) for _ in range(2))
     return 2 * side**3 / clock.seconds(lambda: torch.mm(a, b))
 
 
-def _memory_rate(clock: Clock) -> float:
+def _memory_rate(clock: Stopwatch) -> float:
     """Bytes read and written by an element-wise operator on a tensor that no cache holds."""
     size = 2**28 if clock.device.type == "cuda" else 2**24
     source = torch.ones(size, device=clock.device)

@@ -17,7 +17,7 @@ from toolkit.runtime.metrics.stragglers import Straggler, StragglerWatch, gather
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class StepTimes:
     """One step on this rank."""
 
     time: float
@@ -77,7 +77,7 @@ class StepMeter:
         self.clock.lap(sample_next=self.every == 1)
         self.comm.take()
 
-    def close(self, step: int) -> Split:
+    def close(self, step: int) -> StepTimes:
         """The books of a finished step, counted from 1."""
         lap, now = self.clock.lap(sample_next=self.every > 0 and (step + 1) % self.every == 0), time.time()
         traffic = self.comm.take()
@@ -86,7 +86,7 @@ class StepMeter:
         if parts:
             self._window.append(_row(lap, parts))
         exposed = parts.get("grad_sync")
-        return Split(
+        return StepTimes(
             time=now,
             wall_seconds=lap.wall_seconds,
             parts={name: round(seconds, 6) for name, seconds in parts.items()} if self.every else {},

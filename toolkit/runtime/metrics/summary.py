@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.run_dir.predicted_vs_measured import Circumstances, Row, compare, explain
+from toolkit.run_dir.predicted_vs_measured import Circumstances, ComparisonRow, compare, explain
 from toolkit.runtime.metrics.record import Record
 
 WARMING = 3
@@ -71,7 +71,7 @@ class Averages:
             "bubble_by_stage": detail.bubble_by_stage if detail else None,
         }
 
-    def _circumstances(self, rows: list[Row]) -> Circumstances:
+    def _circumstances(self, rows: list[ComparisonRow]) -> Circumstances:
         often = {rank: late for rank, late in self._named.items() if len(late) * 2 >= self._details}
         rank = max(often, key=lambda one: statistics.fmean(often[one]), default=None)
         share = None

@@ -12,7 +12,7 @@ from toolkit.runtime.models.build import skeleton
 
 
 @dataclass(frozen=True, kw_only=True)
-class Takes:
+class InputSpec:
     """What a model takes; None: it has no such thing."""
 
     vocab: int | None = None
@@ -49,14 +49,14 @@ class Takes:
         return self.start
 
 
-def takes(section: Model) -> Takes:
+def input_spec_of(section: Model) -> InputSpec:
     """Of the recipe's model."""
     model = skeleton(section)
     config = model.config
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     size, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
     classes = "classification" in (section.task or "")
-    return Takes(
+    return InputSpec(
         vocab=int(rows) if rows else None,
         num_labels=int(config.num_labels) if classes else None,
         start=getattr(config, "decoder_start_token_id", None),

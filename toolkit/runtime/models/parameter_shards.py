@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit.checkpoints.element_runs import Region, Run
+from toolkit.checkpoints.element_runs import Region, StridedRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Layout:
         if length == 0 or inner == 0:
             return ()
         if self.packs == 1:
-            return (Run(starts[0], length * inner, stride if outer > 1 else 0, outer),)
-        return tuple(Run(row * stride + start, length * inner) for row in range(outer) for start in starts)
+            return (StridedRange(starts[0], length * inner, stride if outer > 1 else 0, outer),)
+        return tuple(StridedRange(row * stride + start, length * inner) for row in range(outer) for start in starts)
 
 
 def shares(total: int, ranks: int) -> list[int]:

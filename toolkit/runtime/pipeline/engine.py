@@ -18,9 +18,9 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import gradient_reduction
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
-from toolkit.runtime.engine.gradient_norm import NoNumbers, NormMeter
+from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NonFiniteGradients
 from toolkit.runtime.engine.optimizers import own_optimizer
-from toolkit.runtime.engine.protocol import StepResult, Sums
+from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import counted_tokens
 from toolkit.runtime.engine.training_state import DeepSpeedState, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
@@ -29,7 +29,7 @@ from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.pipeline.stage import Stage
 
 
-class PipelineRun:
+class PipelineEngine:
     """One rank of a pipeline."""
 
     def __init__(
@@ -58,7 +58,7 @@ class PipelineRun:
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
-        self._norm = NormMeter(self._engine, mesh)
+        self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
         stage.prepared = self._scaling.prepared
 
@@ -103,7 +103,7 @@ class PipelineRun:
         self._scaling.begin()
         try:
             loss = self._engine.train_batch(_nothing())
-        except NoNumbers:  # on every rank alike, before the update
+        except NonFiniteGradients:  # on every rank alike, before the update
             loss = torch.full((), float("nan"), device=device())
         if self._after_backward is not None:
             self._after_backward()
@@ -124,7 +124,7 @@ class PipelineRun:
         known = type(self._engine)._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
-    def evaluate(self, batch: Sequence[MicroBatch]) -> Sums:
+    def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         counted = counted_tokens(batch, self._mesh)
         self._follow_shape(batch[0])
         self._stage.feed(batch, 1.0)
@@ -132,7 +132,7 @@ class PipelineRun:
         self._engine.module.train()
         # Tensor ranks of the last stage have found the same; the other stages have found nothing.
         correct = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._stage.correct)) // self._mesh.plan.tp
-        return Sums(float(mean) * len(batch) * self._mesh.plan.dp, counted, int(correct))
+        return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, counted, int(correct))
 
     def _follow_shape(self, micro: MicroBatch) -> None:
         """DeepSpeed keeps the buffers of the first batch: batches of another length need new ones."""

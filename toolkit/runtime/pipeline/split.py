@@ -30,7 +30,7 @@ class SplitRefused(NoPlanFits):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class StageSplit:
     """What every stage owns and what crosses its borders: the same on every rank."""
 
     layers: str
@@ -83,7 +83,7 @@ def hollow(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.devi
     return torch.zeros((), dtype=kind, device=device).expand(parameter.shape)
 
 
-def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> Split:
+def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> StageSplit:
     """How a skeleton splits at these bounds; it is used up. `SplitRefused` where there is no clean border."""
     names = {id(p): name for name, p in model.named_parameters()}
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
@@ -98,7 +98,7 @@ def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> Split:
         probe.template = _layer_output(model, layers)
         _run_probe(model, layers, probe)
     probe.place_the_rest(trained)
-    return Split(
+    return StageSplit(
         layers=layers_name,
         bounds=bounds,
         template=probe.template,

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine.nonfinite import FaultCounter
+from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Sites, sites
@@ -23,7 +23,7 @@ from toolkit.runtime.pipeline.boundaries import (
     fill_template,
     hidden_of,
 )
-from toolkit.runtime.pipeline.split import Split, hollow
+from toolkit.runtime.pipeline.split import StageSplit, hollow
 from toolkit.runtime.sharding.vocab_parallel_loss import num_correct
 
 
@@ -35,7 +35,7 @@ class Stage(torch.nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, split: Split, index: int, dtype: torch.dtype, loss: Loss | None = None
+        self, model: PreTrainedModel, split: StageSplit, index: int, dtype: torch.dtype, loss: Loss | None = None
     ) -> None:
         super().__init__()
         self._loss = loss or summed_loss
@@ -46,7 +46,7 @@ class Stage(torch.nn.Module):
         """Own parameters under their names in the whole model."""
         self._queue: list[MicroBatch] = []
         self._weight = 1.0
-        self.faults = FaultCounter(device())
+        self.faults = NonFiniteCounter(device())
         if index == 0:
             model.get_input_embeddings().register_forward_hook(self.faults.after_embedding)
         self._received: tuple[torch.Tensor, ...] = ()
@@ -88,7 +88,7 @@ class Stage(torch.nn.Module):
 
 
 def _carve(
-    stage: Stage, model: PreTrainedModel, split: Split, index: int, dtype: torch.dtype
+    stage: Stage, model: PreTrainedModel, split: StageSplit, index: int, dtype: torch.dtype
 ) -> dict[str, torch.nn.Parameter]:
     """Leave only a stage's part in a skeleton."""
     named = dict(model.named_parameters())

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
 from toolkit.runtime.proofs.coverage import try_autotp
-from toolkit.runtime.proofs.split_proof import prove, twin_of
+from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     question = json.load(sys.stdin)
     section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
     by_autotp = axes.tensor_by == "autotp"
-    verdict = try_autotp(twin_of(section, axes), axes.tp) if by_autotp else prove(section, axes)
+    verdict = try_autotp(tiny_model_section(section, axes), axes.tp) if by_autotp else prove(section, axes)
     print(json.dumps(asdict(verdict)))
     return 0
 

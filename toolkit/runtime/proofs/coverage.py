@@ -14,7 +14,7 @@ from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
-from toolkit.runtime.build_engine import Site, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.models.build import skeleton
@@ -132,7 +132,7 @@ def run_case(model_type: str, plan: Plan, train: Train, *, nudged: bool = False)
 
 def run_plan(section: Model, plan: Plan, train: Train, *, nudged: bool = False) -> Trajectory:
     """As one rank: a few steps of a model on random tokens."""
-    site = Site(
+    site = EngineSpec(
         model=section,
         train=train,
         plan=plan,

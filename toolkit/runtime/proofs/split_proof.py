@@ -72,7 +72,7 @@ def thread_groups(ranks: int) -> list[ThreadGroup]:
     return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
 
 
-def twin_of(section: Model, axes: Axes) -> Model:
+def tiny_model_section(section: Model, axes: Axes) -> Model:
     """A small model of the same type and switches, with heads for all ranks."""
     heads = max(4, 2 * axes.tp, axes.sp)
     config = tiny_config(load_config(section), heads)
@@ -88,7 +88,7 @@ def twin_of(section: Model, axes: Axes) -> Model:
 
 def prove(section: Model, axes: Axes) -> Verdict:
     """The verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
-    twin = twin_of(section, axes)
+    twin = tiny_model_section(section, axes)
     try:
         kind, expected = _first_that_trains(twin)
     except Exception as error:

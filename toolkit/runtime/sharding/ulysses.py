@@ -45,7 +45,7 @@ class SequenceShare:
         self._group = group
         self._mask: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
-        self._pieces: list[Piece] = []
+        self._pieces: list[DocumentSpan] = []
         """Documents of the micro-batch at hand."""
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         """Of the micro-batch at hand, by window: layers share one, and none keeps its own for the backward pass."""
@@ -150,7 +150,7 @@ class SequenceShare:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentSpan:
     """A document, or one in the same place of several rows."""
 
     rows: slice
@@ -163,24 +163,24 @@ class Piece:
         return self.end - self.start
 
 
-def _pieces(positions: torch.Tensor | None, batch: int, length: int) -> list[Piece]:
+def _pieces(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
     """The documents of packed sequences; rows without any other document than one are one piece together."""
     if positions is None:
-        return [Piece(slice(0, batch), 0, length)]
+        return [DocumentSpan(slice(0, batch), 0, length)]
     starts: list[list[int]] = [[0] for _ in range(batch)]
     for row, place in torch.nonzero(positions[:, 1:] == 0).tolist():
         starts[row].append(place + 1)
     if all(row == [0] for row in starts):
-        return [Piece(slice(0, batch), 0, length)]
+        return [DocumentSpan(slice(0, batch), 0, length)]
     return [
-        Piece(slice(row, row + 1), start, end)
+        DocumentSpan(slice(row, row + 1), start, end)
         for row, own in enumerate(starts)
         for start, end in itertools.pairwise([*own, length])
     ]
 
 
 def _by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: list[Piece], how: dict[str, Any]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: list[DocumentSpan], how: dict[str, Any]
 ) -> torch.Tensor:
     """Causal attention inside every document: a mask over all pairs of tokens would have no room on long sequences."""
     rows: dict[int, list[torch.Tensor]] = {}

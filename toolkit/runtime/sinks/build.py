@@ -17,7 +17,7 @@ from toolkit.errors import BadInput
 from toolkit.launching.environment import environment
 from toolkit.recipe.metrics_sections import Metrics
 from toolkit.recipe.schema import nearest
-from toolkit.run_dir.layout import Order, RunDir
+from toolkit.run_dir.layout import RunDir, RunSpec
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.metrics.record import Record, Sink
 from toolkit.runtime.sinks.console import ConsoleSink
@@ -28,7 +28,7 @@ from toolkit.secrets import secrets_in
 Say = Callable[[str], object]
 
 
-def make_sinks(order: Order, run: RunDir, console: IO[str], steps: int, own: list[Any]) -> list[Sink]:
+def make_sinks(order: RunSpec, run: RunDir, console: IO[str], steps: int, own: list[Any]) -> list[Sink]:
     """Where rank 0's records go; `own` are classes that the user brings."""
     metrics = order.recipe.metrics
     say: Say = partial(print, file=console, flush=True)
@@ -58,7 +58,7 @@ def load_own(metrics: Metrics, world: World) -> list[Any]:
     return [load_sink(name) for name in metrics.sinks]
 
 
-def sink_info(order: Order, run: RunDir, world: World, done: int) -> dict[str, Any]:
+def sink_info(order: RunSpec, run: RunDir, world: World, done: int) -> dict[str, Any]:
     """What sinks are told at the start."""
     return {
         "recipe": asdict(order.recipe),

@@ -30,7 +30,7 @@ class Recorder:
         for sink in self.sinks:
             sink.log(record)
 
-    def go_on(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def resume_at(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Count what was recorded before the run was resumed."""
         self.tokens = sum(record["tokens"] for record in records)
         if records:
@@ -42,7 +42,7 @@ class Recorder:
         """Forget what was recorded after a step: the run has gone back to it."""
         for sink in self.sinks:
             if isinstance(sink, JsonlSink):
-                self.go_on(sink.rewind(step))
+                self.resume_at(sink.rewind(step))
 
     def typical_step_seconds(self) -> float:
         """Median without the first steps, in which caches fill and one is watched for memory."""

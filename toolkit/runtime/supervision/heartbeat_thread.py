@@ -22,7 +22,7 @@ SPARE_SECONDS = 5.0
 """How much longer than `toolkit train` a worker waits before it ends a hang by itself: the supervisor tells more."""
 
 
-class Pulse:
+class HeartbeatThread:
     """Where the rank stands; the run moves it, the thread writes it."""
 
     def __init__(self, directory: Path, rank: int, terminal: IO[str], parent: int | None = None) -> None:

@@ -68,7 +68,7 @@ def run_all(
     """
     if forget:
         shutil.rmtree(run.heartbeats, ignore_errors=True)
-    kills, own = diagnosis.oom_kills(), Own(commands, run)
+    kills, own = diagnosis.oom_kills(), OwnWorkers(commands, run)
     processes: list[Process] = []
     try:
         processes.extend(start(command) for command in commands)
@@ -83,7 +83,7 @@ def run_all(
         end_all(processes, own)
 
 
-class Own:
+class OwnWorkers:
     """The ranks that `commands` are, or have started: on one host there may be others of the same run."""
 
     def __init__(self, commands: Sequence[Command], run: RunDir) -> None:
@@ -161,7 +161,7 @@ def _stack(run: RunDir, rank: int, offset: int) -> str:
     return diagnosis.main_stack(diagnosis.log_since(run.log(rank), offset))
 
 
-def _forward(processes: Sequence[Process], own: Own, number: signal.Signals) -> None:
+def _forward(processes: Sequence[Process], own: OwnWorkers, number: signal.Signals) -> None:
     """To the workers themselves, so that they save; launchers would rather kill them."""
     if not send_to_workers(own.beats(), number):
         for process in processes:
@@ -176,7 +176,7 @@ def send_to_workers(beats: Iterable[Beat], number: signal.Signals) -> bool:
     return bool(pids)
 
 
-def end_all(processes: Sequence[Process], own: Own) -> None:
+def end_all(processes: Sequence[Process], own: OwnWorkers) -> None:
     """No worker, and no child of one, stays behind. Checkpoints are safe against this, so nothing is waited for."""
     beats = own.beats()
     for process in processes:
