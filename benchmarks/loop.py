@@ -18,7 +18,7 @@ from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides
 from benchmarks.paired import in_turn, ratio
 from toolkit.runtime.data.prefetch import Share
 from toolkit.runtime.data.sample_order import SampleOrder
-from toolkit.runtime.loop import train
+from toolkit.runtime.loop import Loop, Position, RemainingSteps
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 
@@ -44,13 +44,6 @@ class Made:
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         """Whatever is asked for: made before."""
         return self.batches[int(indices[0]) % len(self.batches)]
-
-
-class Nothing:
-    """A run that saves nothing."""
-
-    def after(self, step: int) -> None:
-        """Nothing."""
 
 
 def measure(stage: int, seconds: float, directory: str) -> list[tuple[float, float]]:
@@ -84,7 +77,15 @@ def ours(run: Observed, samples: Made, done: list[int]) -> float:
     steps = range(done[0], done[0] + DETAIL_EVERY)
     done[0] += DETAIL_EVERY
     began = time.perf_counter()
-    train(run.engine, samples, order, share, steps, run.observer, Nothing())
+    position = Position(steps.start, order)
+    Loop(
+        engine=run.engine,
+        samples=samples,
+        share=share,
+        position=position,
+        source=RemainingSteps(position, steps.stop),
+        observer=run.observer,
+    ).run()
     return time.perf_counter() - began
 
 

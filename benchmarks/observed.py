@@ -33,7 +33,6 @@ from toolkit.runtime.observer import Observer
 from toolkit.runtime.sinks.local_files import EventSink, JsonlSink, TensorboardSink
 from toolkit.runtime.sinks.recorder import Recorder
 from toolkit.runtime.sinks.wandb_sink import WandbSink
-from toolkit.runtime.spike_rewind import SpikeGuard
 from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
@@ -131,9 +130,6 @@ def observed(stage: int, directory: Path, accumulate: int = 2) -> Observed:
         hardware_flops=1.0,
         devices=world.size,
         peak_flops=1.0,
-        guard=SpikeGuard(float("inf")),
-        all_agree=True,
-        scales_loss=False,
         saved=lambda: 0,
         tracer=Tracer(None, directory, world.rank),
         micro_batch=plan.micro_batch,

@@ -129,8 +129,9 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
+    from toolkit.runtime.assemble import RankContext
     from toolkit.runtime.distributed import process_group
-    from toolkit.runtime.run import RankContext, run_rank
+    from toolkit.runtime.run import run_rank
 
     world = process_group.World.from_env(os.environ)
     _choose_interface()

@@ -1,84 +1,179 @@
-"""Between two steps: save when it is due, stop when any rank was asked to."""
+"""Hooks that run after every step: checks, evaluation, heartbeat, checkpoints, stop requests.
+
+`assemble.py` puts them in order; the loop calls each in turn and knows none of them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
-from toolkit.errors import Preempted
+from toolkit.checkpoints import store
+from toolkit.errors import LossNotFinite, Preempted
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.runtime.checkpoint.saver import Saver
-from toolkit.runtime.distributed.process_group import all_max
+from toolkit.runtime.distributed.process_group import all_max, gather_objects
+from toolkit.runtime.engine.protocol import StepResult
+from toolkit.runtime.evaluate import Evaluator
 from toolkit.runtime.metrics.comm_timer import CommTimer
 from toolkit.runtime.metrics.step_clock import part
 
+SHOWN_SAMPLES = 16
+"""Sample ids that an error message lists per rank."""
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that has just been recorded."""
+
+    number: int
+    """Counted from 1."""
+    result: StepResult
+    sample_ids: np.ndarray
+    """Samples that this rank trained on."""
+
+
+class AfterStep(Protocol):
+    """One hook. It may raise to end the run or to rewind it."""
+
+    def after(self, step: FinishedStep) -> None:
+        """Called on every rank after every step, in the same order."""
+
 
 class Progress(Protocol):
-    """Told what a rank gets done: see `Pulse`."""
+    """Receives signs of progress: see `HeartbeatThread`."""
 
     def watch(self, timeout_seconds: float) -> None:
-        """Training begins."""
+        """Training begins: from now on, silence for this long is a hang."""
 
     def move(self, *, step: int | None = None, phase: str | None = None) -> None:
-        """Something was done."""
+        """Report that something was done."""
+
+
+@dataclass(frozen=True)
+class NonFiniteHook:
+    """Stops the run, on every rank alike, if loss or gradient norm is NaN or infinite."""
+
+    all_agree: bool
+    """Whether a bad loss is bad on every rank at once; islands may differ."""
+    scales_loss: bool
+    """Whether overflowing gradients are expected (fp16 loss scaling skips such steps)."""
+
+    def after(self, step: FinishedStep) -> None:
+        loss, norm = float(step.result.loss), step.result.grad_norm
+        # ZeRO (DeepSpeed 0.19.8) skips updates with non-finite gradients for ever and says nothing. In fp16 that is how
+        # the loss scale is found; elsewhere the run would train on without learning. Can go when DeepSpeed raises.
+        if math.isfinite(loss) and (math.isfinite(norm) or self.scales_loss):
+            return
+        own = step.sample_ids.tolist()
+        bad = step.result.own_faults is not None and float(step.result.own_faults) > 0
+        # Other islands may still be training, so they can't be asked.
+        found = gather_objects((own, bad)) if self.all_agree else [(own, False)]
+        culprits = [f"rank {rank} (samples {_few(ids)})" for rank, (ids, at_fault) in enumerate(found) if at_fault]
+        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+        nobody = "no single rank" if self.all_agree else "an island"
+        where = ", ".join(culprits) or f"{nobody}; samples {_few([i for ids, _ in found for i in ids])}"
+        raise LossNotFinite(
+            f"{what} at step {step.number}, from {where}; the update was skipped; "
+            "lower train.lr, or look at these samples"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointKeeper:
-    """Saves every `every` steps and after the last; a stop request is agreed on by all ranks, then saved."""
+class EvaluateHook:
+    """Evaluates every `every` steps and after the last; the best checkpoint is kept."""
+
+    evaluator: Evaluator
+    saver: Saver
+    comm: CommTimer
+    every: int
+    last_step: int
+    saves: bool
+    """Whether the run saves checkpoints at all."""
+
+    def after(self, step: FinishedStep) -> None:
+        if step.number % self.every and step.number != self.last_step:
+            return
+        with part(self.comm.clock, "evaluate"):
+            better = self.evaluator.run(step.number)
+        self.comm.take()  # its collectives do not belong to the next step
+        if better and self.saves:
+            self.saver.save(step.number)
+            if self.evaluator.writes:
+                store.mark_best(self.saver.root, step.number, float(self.evaluator.last["loss"]))
+
+
+@dataclass(frozen=True)
+class HeartbeatHook:
+    """Reports progress to the supervisor."""
+
+    heartbeat: Progress
+
+    def after(self, step: FinishedStep) -> None:
+        self.heartbeat.move(step=step.number, phase="training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointHook:
+    """Saves when a checkpoint is due; after the last step, waits until it is written."""
 
     saver: Saver
-    stop: StopRequest
-    pulse: Progress
-    every: int
-    """0: no checkpoints but the one of a stop request."""
-    steps: int
+    heartbeat: Progress
     comm: CommTimer
-    agree_every: int = 1
-    """Steps between two questions whether to stop: islands are asked where they meet."""
-    group: Any = None
+    due: Callable[[int], bool]
+    """Whether a checkpoint is due after this step."""
+    last_step: int
 
-    def after(self, step: int) -> None:
-        self.pulse.move(step=step, phase="training")
-        number = torch.tensor(int(self.stop.signal or 0))
-        with self.comm.held("agree"):
-            asks = step < self.steps and step % self.agree_every == 0
-            stopping = int(all_max(number, self.group)) if asks else 0
+    def after(self, step: FinishedStep) -> None:
         with part(self.comm.clock, "checkpoint"):
-            self._save(step, stopping=bool(stopping))
-        if stopping:
-            raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")
-
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is made after this step."""
-        return step % self.every == 0 or step == self.steps
-
-    def _save(self, step: int, *, stopping: bool) -> None:
-        if stopping or (self.every and self.due(step)):
-            self.pulse.move(phase="saving")
-            self.saver.save(step)
-            self.pulse.move(phase="training")
-        if stopping or step == self.steps:
-            self.saver.wait()
+            if self.due(step.number):
+                save(self.saver, self.heartbeat, step.number)
+            if step.number == self.last_step:
+                self.saver.wait()
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundKeeper(CheckpointKeeper):
-    """For an island that shares steps out with others: it counts its own; the last state comes after all."""
+class StopHook:
+    """If any rank was asked to stop, all ranks save and raise `Preempted`."""
 
-    own_steps: Callable[[], int]
+    stop: StopRequest
+    saver: Saver
+    heartbeat: Progress
+    comm: CommTimer
+    every: int
+    """Steps between two questions whether to stop: islands agree only where they exchange."""
+    last_step: int
+    group: Any = None
 
-    def due(self, step: int) -> bool:
-        return step < self.steps and step % self.agree_every == 0 and self.own_steps() % self.every == 0
+    def after(self, step: FinishedStep) -> None:
+        if step.number >= self.last_step or step.number % self.every:
+            return
+        with self.comm.held("agree"):
+            stopping = int(all_max(torch.tensor(int(self.stop.signal or 0)), self.group))
+        if stopping:
+            with part(self.comm.clock, "checkpoint"):
+                save(self.saver, self.heartbeat, step.number)
+                self.saver.wait()
+            raise preempted(step.number, self.saver)
 
-    def end(self, step: int, *, complete: bool) -> None:
-        """No steps are left for this island, or it was asked to stop."""
-        if not complete:
-            self._save(step, stopping=True)
-            raise Preempted(f"asked to stop at step {step}: checkpoint saved in {self.saver.root}")
-        if self.every:
-            self.saver.save(self.steps)
-        self.saver.wait()
+
+def save(saver: Saver, heartbeat: Progress, step: int) -> None:
+    """Save a checkpoint; the heartbeat shows the phase."""
+    heartbeat.move(phase="saving")
+    saver.save(step)
+    heartbeat.move(phase="training")
+
+
+def preempted(step: int, saver: Saver) -> Preempted:
+    """The end of a run that was asked to stop."""
+    return Preempted(f"asked to stop at step {step}: checkpoint saved in {saver.root}")
+
+
+def _few(ids: list[int]) -> str:
+    shown = ", ".join(str(i) for i in ids[:SHOWN_SAMPLES])
+    return shown + (f" and {len(ids) - SHOWN_SAMPLES} more" if len(ids) > SHOWN_SAMPLES else "")

@@ -1,4 +1,4 @@
-"""From a plan's axes to an engine: each rank builds its own part of the model, and only that."""
+"""Builds the engine of a plan: each rank builds its own part of the model, and only that."""
 
 from __future__ import annotations
 
@@ -43,85 +43,94 @@ class EngineSpec:
     schedule: Schedule
     noise: bool = False
     """Whether the gradient noise scale is measured."""
-    member: Membership | None = None
-    """This island among others that never wait for one another."""
 
 
-def build_engine(site: EngineSpec, world: World) -> Engine:
+def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
-    mesh = Mesh(site.plan, world.rank, world.size, world.local_size)
-    if site.plan.pp > 1:
-        return _pipeline(site, mesh)
-    if site.plan.tensor_by == "autotp":
-        return _autotp(site, mesh)
-    if site.plan.tp > 1:
-        return _tensor(site, mesh)
-    return _replica(site, mesh)
+    mesh = _mesh(spec, world)
+    if spec.plan.pp > 1:
+        return _pipeline(spec, mesh)
+    if spec.plan.tensor_by == "autotp":
+        return _autotp(spec, mesh)
+    if spec.plan.tp > 1:
+        return _tensor(spec, mesh)
+    return _replica(spec, mesh)
 
 
-def _replica(site: EngineSpec, mesh: Mesh) -> Engine:
-    model = build_model(site.model, site.train.seed)
+def build_async_island(spec: EngineSpec, world: World, membership: Membership) -> AsyncIslandEngine:
+    """The engine of one island of asynchronous local SGD."""
+    mesh = _mesh(spec, world)
+    inner = ReplicaEngine(_full_model(spec), mesh, spec.train, spec.deepspeed, spec.schedule)
+    return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
+
+
+def _mesh(spec: EngineSpec, world: World) -> Mesh:
+    return Mesh(spec.plan, world.rank, world.size, world.local_size)
+
+
+def _full_model(spec: EngineSpec) -> torch.nn.Module:
+    """The complete model on this rank, the same on all."""
+    model: torch.nn.Module = build_model(spec.model, spec.train.seed)
     check_same_weights(model)
-    if site.plan.recompute == "full":
+    if spec.plan.recompute == "full":
         recompute_layers(model)
-    if site.member is not None:
-        inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
-        return AsyncIslandEngine(inner, mesh, site.train.outer or Outer(), site.member, site.schedule.steps)
-    if site.plan.islands > 1:
+    return model
+
+
+def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
+    model = _full_model(spec)
+    if spec.plan.islands > 1:
         unit = TensorUnit(mesh)
-        inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit)
-        return IslandEngine(inner, mesh, site.train.outer or Outer(), site.schedule.steps)
-    if site.plan.sp == 1:
-        noise = NoiseMeter(model.parameters(), mesh) if site.noise else None
-        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, noise=noise)
-    share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, site.plan.sp))
+        inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, unit)
+        return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
+    if spec.plan.sp == 1:
+        noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
+        return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, noise=noise)
+    share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
     share.install(model)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, take=share.take)
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, take=share.take)
 
 
-def _tensor(site: EngineSpec, mesh: Mesh) -> Engine:
+def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
-    model = skeleton(site.model)
-    loss = shard(model, group, sliced_logits=follows_head(site.model))
-    fill(model, open_weights(site.model, site.train.seed))
+    model = skeleton(spec.model)
+    loss = shard(model, group, sliced_logits=follows_head(spec.model))
+    fill(model, open_weights(spec.model, spec.train.seed))
     sum_partial_gradients(model, group)
-    if site.plan.recompute == "full":
+    if spec.plan.recompute == "full":
         recompute_layers(model)
-    seed_rank(site.train.seed, mesh)
+    seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
     unit = TensorUnit(mesh)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit, check.finish, loss=loss)
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, unit, check.finish, loss=loss)
 
 
-def _autotp(site: EngineSpec, mesh: Mesh) -> Engine:
-    """DeepSpeed cuts the whole model when it makes the engine, and makes the groups itself."""
-    model = build_model(site.model, site.train.seed)
-    check_same_weights(model)
-    if site.plan.recompute == "full":
-        recompute_layers(model)
-    seed_rank(site.train.seed, mesh)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule)
+def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
+    """DeepSpeed's AutoTP shards the full model when the engine is made, and makes the process groups itself."""
+    model = _full_model(spec)
+    seed_rank(spec.train.seed, mesh)
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule)
 
 
-def _pipeline(site: EngineSpec, mesh: Mesh) -> Engine:
-    plan, seed = site.plan, site.train.seed
-    model = skeleton(site.model)
+def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
+    plan, seed = spec.plan, spec.train.seed
+    model = skeleton(spec.model)
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
-    split = analyse(skeleton(site.model), tuple(bounds))
+    split = analyse(skeleton(spec.model), tuple(bounds))
     group = tensor_group(mesh) if plan.tp > 1 else None
     loss = None
     if group:
         owned = lambda name: mesh.pipe in split.owners[name]  # noqa: E731
-        loss = shard(model, group, owned, sliced_logits=follows_head(site.model))
+        loss = shard(model, group, owned, sliced_logits=follows_head(spec.model))
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
-    stage.parameters_by_name = fill(model, open_weights(site.model, seed), stage.parameters_by_name)
+    stage.parameters_by_name = fill(model, open_weights(spec.model, seed), stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)
     if plan.recompute == "full":
         recompute_layers(model)
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
-    return PipelineEngine(stage, mesh, site.train, site.deepspeed, site.schedule, check)
+    return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
 
 
 def tensor_group(mesh: Mesh) -> TensorGroup:
@@ -130,5 +139,5 @@ def tensor_group(mesh: Mesh) -> TensorGroup:
 
 
 def seed_rank(seed: int, mesh: Mesh) -> None:
-    """Random numbers of dropout: shards of one stage draw the same, replicas and stages do not."""
+    """Seed dropout: the shards of a stage draw the same numbers, replicas and stages draw different ones."""
     torch.manual_seed(seed + 7919 * (mesh.data + mesh.plan.dp * mesh.pipe))

@@ -1,4 +1,4 @@
-"""Evaluation on held-out samples between two steps; the best checkpoint is kept."""
+"""Evaluation on held-out samples, under the run's own strategy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.checkpoints import store
-from toolkit.recipe.sections import Recipe
-from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.between_steps import CheckpointKeeper, Progress
-from toolkit.runtime.checkpoint.saver import Saver
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.sample_order import PAST_END
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.engine.protocol import Engine, EvaluationSums
-from toolkit.runtime.loop import Keeper
-from toolkit.runtime.metrics.comm_timer import CommTimer
-from toolkit.runtime.metrics.step_clock import part
 from toolkit.runtime.sinks.local_files import keep_until
-from toolkit.runtime.sinks.recorder import Recorder
-from toolkit.runtime.sinks.wandb_sink import WandbSink
 
 
 @dataclass(kw_only=True)
@@ -38,22 +28,23 @@ class Evaluator:
     share: Share
     global_batch: int
     most: int | None
+    """Samples to evaluate; None: all."""
     path: Path
     """eval.jsonl."""
     writes: bool
     """Whether this rank records."""
     say: Callable[[str], object]
     classes: bool
-    """Whether accuracy is what matters."""
+    """Whether to report accuracy instead of perplexity."""
     tick: Callable[[], object]
-    """Called after every batch: a long evaluation is no hang."""
+    """Called after every batch: a long evaluation is not a hang."""
     log: Callable[[dict[str, Any]], object] = bool
-    """Told of every evaluation."""
+    """Called with every evaluation."""
     last: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
 
     def resume_at(self, step: int) -> None:
-        """Take up what was recorded up to a step."""
+        """Read what was recorded up to a step, and forget what came after it."""
         found = keep_until(self.path, step) if self.writes else []
         self.last = found[-1] if found else {}
         self.best = min(found, key=lambda record: float(record["loss"])) if found else {}
@@ -91,73 +82,3 @@ class Evaluator:
             measure = f"accuracy {record['accuracy']:.1%}"
         best = "the best so far" if better else f"best {self.best['loss']:.4f} at step {self.best['step']}"
         return f"evaluation at step {record['step']}: loss {record['loss']:.4f} · {measure} · {best}"
-
-
-def make_evaluator(
-    recipe: Recipe,
-    run: RunDir,
-    engine: Engine,
-    samples: Samples,
-    share: Share,
-    recorder: Recorder,
-    say: Callable[[str], object],
-    pulse: Progress,
-) -> Evaluator:
-    """The evaluator of a run; the rank that has sinks records."""
-
-    def log(record: dict[str, Any]) -> None:
-        for sink in recorder.sinks:
-            if isinstance(sink, WandbSink):
-                sink.evaluated(record)
-
-    return Evaluator(
-        engine=engine,
-        samples=samples,
-        share=share,
-        global_batch=recipe.train.global_batch,
-        most=recipe.train.eval_samples,
-        path=run.evaluations,
-        writes=bool(recorder.sinks),
-        say=say,
-        classes="classification" in recipe.data.format,
-        tick=lambda: pulse.move(phase="evaluating"),
-        log=log,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluatingKeeper:
-    """Evaluates every so many steps and after the last, then does what the inner keeper does."""
-
-    inner: Keeper
-    evaluator: Evaluator
-    saver: Saver
-    comm: CommTimer
-    every: int
-    steps: int
-    saves: bool
-    """Whether the run saves checkpoints at all."""
-
-    @classmethod
-    def around(cls, keeper: CheckpointKeeper, evaluator: Evaluator, recipe: Recipe) -> EvaluatingKeeper:
-        """Around the keeper of a run."""
-        return cls(
-            inner=keeper,
-            evaluator=evaluator,
-            saver=keeper.saver,
-            comm=keeper.comm,
-            every=recipe.train.eval_every,
-            steps=keeper.steps,
-            saves=recipe.checkpoint.every > 0,
-        )
-
-    def after(self, step: int) -> None:
-        if step % self.every == 0 or step == self.steps:
-            with part(self.comm.clock, "evaluate"):
-                better = self.evaluator.run(step)
-            self.comm.take()  # what it exchanged is no part of the next step
-            if better and self.saves:
-                self.saver.save(step)
-                if self.evaluator.writes:
-                    store.mark_best(self.saver.root, step, float(self.evaluator.last["loss"]))
-        self.inner.after(step)

@@ -51,14 +51,14 @@ def test_a_killed_rank_is_named(watched: Watched, rank: int) -> None:
 def fail_on_rank_1(argv: tuple[str, ...], env: dict[str, str]) -> None:
     from toolkit.runtime import between_steps
 
-    original = between_steps.CheckpointKeeper.after
+    original = between_steps.CheckpointHook.after
 
-    def after(self: Any, step: int) -> None:
-        if step == 3 and env["RANK"] == "1":
+    def after(self: Any, step: Any) -> None:
+        if step.number == 3 and env["RANK"] == "1":
             raise ZeroDivisionError("planted")
         original(self, step)
 
-    between_steps.CheckpointKeeper.after = after  # type: ignore[method-assign]
+    between_steps.CheckpointHook.after = after  # type: ignore[method-assign]
     enter_worker(argv, env)
 
 
@@ -97,14 +97,14 @@ def test_a_rank_stopped_in_the_first_step_is_named_in_time(watched: Watched) -> 
 def sleep_on_rank_0(argv: tuple[str, ...], env: dict[str, str]) -> None:
     from toolkit.runtime import between_steps
 
-    original = between_steps.CheckpointKeeper.after
+    original = between_steps.CheckpointHook.after
 
-    def after(self: Any, step: int) -> None:
-        while step == 2 and env["RANK"] == "0":
+    def after(self: Any, step: Any) -> None:
+        while step.number == 2 and env["RANK"] == "0":
             time.sleep(0.1)
         original(self, step)
 
-    between_steps.CheckpointKeeper.after = after  # type: ignore[method-assign]
+    between_steps.CheckpointHook.after = after  # type: ignore[method-assign]
     enter_worker(argv, env)
 
 

@@ -1,4 +1,4 @@
-"""What a run records, and where it goes. A sink is any object with `start`, `log` and `finish`."""
+"""The record of a step, and the protocol of sinks that receive records."""
 
 from __future__ import annotations
 
@@ -64,13 +64,19 @@ class Record:
 
 
 class Sink(Protocol):
-    """Where records go. Ten lines make a new one."""
+    """Receives records. A user's sink needs `start`, `log` and `finish` only; the other two are optional there."""
 
     def start(self, info: Mapping[str, Any]) -> None:
-        """Recipe, plan and run directory, before the first step."""
+        """Called before the first step, with recipe, plan and run directory."""
 
     def log(self, record: Record) -> None:
-        """One step."""
+        """Called after every step."""
+
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Called after every evaluation, with the line of eval.jsonl; its step was logged before."""
+
+    def rewind(self, step: int) -> None:
+        """Called when the run returns to a checkpoint: steps after `step` will be logged again."""
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """The end, good or bad."""
+        """Called once at the end, whether the run succeeded or failed."""

@@ -47,9 +47,10 @@ class Straggler:
     seconds: float
     """How much longer a step of its own work takes than its peers'."""
 
-    def words(self) -> str:
-        """For the terminal and the list of events."""
-        return f"rank {self.rank} holds the others up: its own work takes {self.seconds * 1000:.0f} ms a step longer"
+
+def straggler_sentence(rank: int, seconds: float) -> str:
+    """For the terminal and the list of events."""
+    return f"rank {rank} is a straggler: {seconds * 1000:.0f} ms slower per step than its peers, communication excluded"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The sinks of a run, and what they are told at its start."""
+"""Builds the sinks of a run: built-in ones, and classes that the user brings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Say = Callable[[str], object]
 
 
 def make_sinks(order: RunSpec, run: RunDir, console: IO[str], steps: int, own: list[Any]) -> list[Sink]:
-    """Where rank 0's records go; `own` are classes that the user brings."""
+    """The sinks of rank 0; `own` are classes that the user brings."""
     metrics = order.recipe.metrics
     say: Say = partial(print, file=console, flush=True)
     sinks: list[Sink] = [
@@ -50,7 +50,7 @@ def make_sinks(order: RunSpec, run: RunDir, console: IO[str], steps: int, own: l
 
 
 def load_own(metrics: Metrics, world: World) -> list[Any]:
-    """The user's sinks, on every rank, so that all fail alike if one can't be had."""
+    """The user's sink classes, loaded on every rank so that all ranks fail alike if one is missing."""
     trace = metrics.trace
     if trace is not None and max(trace.ranks) >= world.size:
         what = f"{list(trace.ranks)} given; the run has ranks 0 to {world.size - 1}"
@@ -59,7 +59,7 @@ def load_own(metrics: Metrics, world: World) -> list[Any]:
 
 
 def sink_info(order: RunSpec, run: RunDir, world: World, done: int) -> dict[str, Any]:
-    """What sinks are told at the start."""
+    """What sinks receive at the start."""
     return {
         "recipe": asdict(order.recipe),
         "plan": asdict(order.plan),
@@ -82,11 +82,11 @@ _METHODS = ("start", "log", "finish")
 
 
 def load_sink(name: str) -> Any:
-    """The class that a name stands for; `BadInput` if there is none, or if it is no sink."""
+    """The class of a name; `BadInput` if there is none, or if it lacks a method."""
     found = _by_path(name) if ":" in name else _by_entry_point(name)
     missing = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing:
-        raise BadInput("metrics.sinks", f"{name} is no sink: it has no {', '.join(missing)}; see docs/metrics.md")
+        raise BadInput("metrics.sinks", f"{name} is not a sink: it has no {', '.join(missing)}; see docs/metrics.md")
     return found
 
 
@@ -111,11 +111,14 @@ def _by_entry_point(name: str) -> Any:
 
 
 class GuardedSink:
-    """Stands before a sink whose failure costs less than the run."""
+    """Keeps a failing sink from ending the run: the first error is reported, then the sink is disabled."""
 
-    def __init__(self, name: str, sink: Sink, say: Callable[[str], object]) -> None:
+    def __init__(self, name: str, sink: Any, say: Callable[[str], object]) -> None:
         self._name, self._sink, self._say = name, sink, say
         self._failed = False
+        # Optional in a user's sink.
+        self._evaluated = getattr(sink, "evaluated", lambda record: None)
+        self._rewind = getattr(sink, "rewind", lambda step: None)
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._try(self._sink.start, info)
@@ -124,9 +127,10 @@ class GuardedSink:
         self._try(self._sink.log, record)
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """One evaluation, for sinks that want it."""
-        if hasattr(self._sink, "evaluated"):
-            self._try(self._sink.evaluated, record)
+        self._try(self._evaluated, record)
+
+    def rewind(self, step: int) -> None:
+        self._try(self._rewind, step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._try(self._sink.finish, summary)
@@ -139,4 +143,4 @@ class GuardedSink:
         except Exception as error:  # whatever a user's code or a network raises
             self._failed = True
             what = f"{type(error).__name__}: {error}"
-            self._say(f"{self._name} failed and gets nothing more; the run goes on, metrics.jsonl has it all ({what})")
+            self._say(f"{self._name} failed and is disabled; the run continues, metrics.jsonl is complete ({what})")

@@ -57,6 +57,12 @@ class ConsoleSink:
                 f"step {record.step}/{self._steps} · {values} · grad norm {record.grad_norm:.3f}", highlight=False
             )
 
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """The evaluator prints its own line."""
+
+    def rewind(self, step: int) -> None:
+        """The bar follows the next record."""
+
     def _memory(self, used: int) -> str:
         """How full the device is, as a bar; without a known limit, the size alone."""
         if not self._limit:
@@ -80,7 +86,7 @@ def _comparison(summary: Mapping[str, Any]) -> Table:
     table = Table(title=f"{summary['steps']} steps, {losses}, {summary['seconds']:.1f} s")
     for heading in ("", "predicted", "measured", "measured / predicted"):
         table.add_column(heading, justify="left" if not heading else "right")
-    rows = (("step time", "step_seconds", _seconds), ("memory a rank", "memory_bytes", _size))
+    rows = (("step time", "step_seconds", _seconds), ("memory per rank", "memory_bytes", _size))
     for label, key, words in rows:
         table.add_row(label, *_cells(predicted[key], measured[key], words))
     if summary.get("parts"):

@@ -1,4 +1,4 @@
-"""events.jsonl: what happened besides steps, read off the records."""
+"""Sinks that write local files: metrics.jsonl and summary.json, events.jsonl, TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolkit.runtime.metrics.record import Record
+from toolkit.runtime.metrics.stragglers import straggler_sentence
 from toolkit.runtime.sinks.wandb_sink import flat
 
 
@@ -27,16 +28,18 @@ class EventSink:
         done, plan = int(info.get("done", 0)), info.get("plan", {})
         ranks = f"{info.get('world_size', 1)} ranks, {plan.get('strategy', '')}"
         if done or self._path.stat().st_size:
-            self._write("resume", done, f"went on after step {done} with {ranks}")
+            self._write("resume", done, f"resumed after step {done} with {ranks}")
         else:
             self._write("start", 0, f"started with {ranks}")
 
     def log(self, record: Record) -> None:
         last = self._last
         if last is not None and record.step <= last.step:
-            self._write("rewind", record.step, f"went back from step {last.step} to before step {record.step}")
+            self._write("rewind", record.step, f"rewound from step {last.step} to before step {record.step}")
         if last is not None and record.checkpoint_step > last.checkpoint_step:
-            self._write("checkpoint", record.checkpoint_step, f"checkpoint of step {record.checkpoint_step} is whole")
+            self._write(
+                "checkpoint", record.checkpoint_step, f"checkpoint of step {record.checkpoint_step} is complete"
+            )
         if record.skipped:
             text = f"update skipped: gradients overflowed; the loss scale is now {record.loss_scale:g}"
             self._write("skipped", record.step, text)
@@ -44,12 +47,18 @@ class EventSink:
             self._straggler(record)
         self._last = record
 
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Evaluations are in eval.jsonl."""
+
+    def rewind(self, step: int) -> None:
+        """The next record shows it: its step is not above the last one."""
+
     def _straggler(self, record: Record) -> None:
-        """Told when it is another rank than before."""
+        """Report a straggler when it is another rank than before."""
         late = record.straggler
         rank = int(late["rank"]) if late else None
         if late and rank != self._late:
-            text = f"rank {rank} holds the others up: its own work takes {late['seconds'] * 1000:.0f} ms a step longer"
+            text = straggler_sentence(int(late["rank"]), late["seconds"])
             self._write("straggler", record.step, text)
             self._say(f"step {record.step}: {text}")
         self._late = rank
@@ -83,6 +92,14 @@ class TensorboardSink:
             if name not in ("step", "time"):
                 self._writer.add_scalar(name, value, record.step, walltime=record.time)
 
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(f"eval/{name}", value, int(record["step"]))
+
+    def rewind(self, step: int) -> None:
+        """TensorBoard shows the later of two values of a step."""
+
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._writer.close()
 
@@ -102,13 +119,14 @@ class JsonlSink:
         values = {name: value for name, value in vars(record).items() if value is not None}
         self._file.write(json.dumps(values) + "\n")
 
-    def rewind(self, step: int) -> list[dict[str, Any]]:
-        """Cut the file after a step; the lines that stay."""
+    def evaluated(self, record: Mapping[str, Any]) -> None:
+        """Evaluations are in eval.jsonl."""
+
+    def rewind(self, step: int) -> None:
         assert self._file is not None
         self._file.close()
-        kept = keep_until(self._metrics, step)
+        keep_until(self._metrics, step)
         self.start({})
-        return kept
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._file is not None:

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run a job over all its resumes, written by rank 0."""
+"""Weights & Biases: one W&B run per run directory, across all resumes, written by rank 0."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ID_FILE = "wandb-id"
 class WandbSink:
     """Offline by default: no account is needed, and `wandb sync` uploads it later.
 
-    W&B can't take a step back. Offline, where nobody looks on, steps are therefore handed over when a checkpoint covers
-    them, or at the end: what a crash makes the run repeat is not yet there. Online they go at once, and what is
-    repeated is not sent again.
+    W&B ignores steps that go back. Offline, where nobody is watching, steps are therefore sent only when a checkpoint
+    covers them, or at the end: a step that a crash makes the run repeat has not been sent yet. Online they are sent at
+    once, and repeated steps are not sent again.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class WandbSink:
         self._last_step = last_step(self._directory, self._id)
         self._run = wandb.init(
             id=self._id,
-            resume="allow" if self._section.mode == "online" else None,  # offline, each file says the same id
+            resume="allow" if self._section.mode == "online" else None,  # offline, every file carries the same id
             project=self._section.project,
             entity=self._section.entity,
             group=self._section.group,
@@ -76,19 +76,20 @@ class WandbSink:
         self._catch_up(int(info.get("done", 0)))
 
     def log(self, record: Record) -> None:
-        while self._held and self._held[-1].step >= record.step:  # the run went back to a checkpoint
-            self._evaluations.pop(self._held.pop().step, None)
         self._held.append(record)
         if not self._holds_back or record.checkpoint_step >= self._held[0].step:
             self._hand_over(record.checkpoint_step if self._holds_back else record.step)
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """One evaluation, at the step that was just logged; it goes with that step's record."""
-        values = {f"eval/{name}": value for name, value in record.items() if name != "step"}
         if self._held:
-            self._evaluations[record["step"]] = values
+            self._evaluations[record["step"]] = _evaluation(record)
         else:
-            self._run.log(values, step=record["step"])
+            self._run.log(_evaluation(record), step=record["step"])
+
+    def rewind(self, step: int) -> None:
+        while self._held and self._held[-1].step > step:
+            self._evaluations.pop(self._held.pop().step, None)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         if self._held:
@@ -98,12 +99,11 @@ class WandbSink:
         self._run.finish(exit_code=0 if summary.get("status") == "done" else 1)
 
     def _catch_up(self, done: int) -> None:
-        """Steps of an earlier attempt that a checkpoint covers but a crash kept back."""
-        metrics = self._directory / "metrics.jsonl"
-        for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []:
-            values = json.loads(line)
+        """Send the steps of an earlier attempt that a checkpoint covers but that a crash kept from being sent."""
+        evaluations = {line["step"]: _evaluation(line) for line in _lines(self._directory / "eval.jsonl")}
+        for values in _lines(self._directory / "metrics.jsonl"):
             if self._last_step < values["step"] <= done:
-                self._send(values)
+                self._send(values | evaluations.get(values["step"], {}))
 
     def _hand_over(self, step: int) -> None:
         while self._held and self._held[0].step <= step:
@@ -117,7 +117,6 @@ class WandbSink:
 
     def _add_report(self) -> None:
         """The page of `toolkit report`, as an artifact of the run."""
-
         import wandb
 
         from toolkit.reports.reader import read_run
@@ -127,7 +126,7 @@ class WandbSink:
         try:
             page.write_text(render([read_run(self._directory)], self._hidden), encoding="utf-8")
         except ToolkitError as error:
-            self._say(f"W&B gets no report: {error}")
+            self._say(f"no report was uploaded to W&B: {error}")
             return
         artifact = wandb.Artifact(f"report-{self._id}", type="report")
         artifact.add_file(str(page), name="report.html")
@@ -149,20 +148,30 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"eval/{name}": value for name, value in record.items() if name != "step"}
+
+
 def _own_id(path: Path) -> str:
-    """The id of this run directory, made on the first day."""
+    """The W&B id of this run directory, made at the first start."""
     if not path.exists():
         path.write_text(secrets.token_hex(4), encoding="utf-8")
     return path.read_text(encoding="utf-8").strip()
 
 
+# Reader of offline .wandb files (leveldb log blocks), for the last step that a crashed run had written. wandb 0.31 has
+# no public reader; wandb.beta.LocalApi (pull request 12745, open) would replace it.
 BLOCK_BYTES = 32 * 1024
 HEADER_BYTES = 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def messages(path: Path) -> Iterator[bytes]:
-    """Every whole record; what a crash has cut short ends the file."""
+    """Every complete record; a record that a crash cut short ends the file."""
     raw = path.read_bytes()
     place, parts = HEADER_BYTES if raw[:4] == b":W&B" else len(raw), b""
     while place + HEADER_BYTES <= len(raw):
@@ -181,7 +190,7 @@ def messages(path: Path) -> Iterator[bytes]:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """The same as W&B's messages."""
+    """Records of an offline file, as W&B's protobuf messages."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     for message in messages(path):
@@ -189,7 +198,7 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
-    """What was logged, a mapping a step; nested keys are joined by dots."""
+    """What was logged: one mapping per step; nested keys are joined by dots."""
     for record in records(path):
         if record.WhichOneof("record_type") == "history":
             yield {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}

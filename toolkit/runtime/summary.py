@@ -6,21 +6,35 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolkit.run_dir.predicted_vs_measured import Circumstances, ComparisonRow, compare, explain
+from toolkit.run_dir.layout import RunDir, RunSpec
+from toolkit.run_dir.predicted_vs_measured import Circumstances, ComparisonRow, compare, compare_memory, explain
+from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.metrics.record import Record
+from toolkit.runtime.observer import Observer
 
 WARMING = 3
-"""First steps, in which caches fill and one is watched for memory."""
+"""First steps, in which caches fill and one is measured for memory."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended."""
+
+    status: str
+    """`done`, `failed`, `loss_not_finite` or `preempted`."""
+    step: int
+    """Steps done."""
+    seconds: float
 
 
 @dataclass
 class Averages:
-    """A sink that keeps what the summary says of all steps."""
+    """A sink that averages over all steps for the summary."""
 
     time: dict[str, float]
-    """Predicted seconds a step by part."""
+    """Predicted seconds per step, by part."""
     link_bytes_per_second: float = 0.0
-    """What the cluster's file says of one rank's link; 0: unknown."""
+    """Bandwidth of one rank's link according to the cluster file; 0: unknown."""
     _steps: int = 0
     _counted: int = 0
     _parts: dict[str, float] = field(default_factory=dict)
@@ -32,6 +46,12 @@ class Averages:
 
     def start(self, info: Any) -> None:
         """Nothing to do."""
+
+    def evaluated(self, record: Any) -> None:
+        """Nothing to do."""
+
+    def rewind(self, step: int) -> None:
+        """Repeated steps count twice: they took their time."""
 
     def finish(self, summary: Any) -> None:
         """Nothing to do."""
@@ -52,14 +72,14 @@ class Averages:
             self._named.setdefault(int(record.straggler["rank"]), []).append(record.straggler["seconds"])
 
     def _rate(self, record: Record) -> None:
-        """Bytes a second of gradient traffic in this step."""
+        """Bytes per second of gradient traffic in this step."""
         found = [one for name, one in (record.collectives or {}).items() if name.endswith("/grad_sync")]
         seconds = sum(one["seconds"] for one in found)
         if seconds > 0:
             self._rates.append(sum(one["bytes"] for one in found) / seconds)
 
     def summary(self) -> dict[str, Any]:
-        """What is added to the summary."""
+        """Averages by part, stragglers and traffic, as keys of the summary."""
         rows = compare(self.time, {name: seconds / self._counted for name, seconds in self._parts.items()})
         detail = self._last_detail
         return {
@@ -85,3 +105,25 @@ class Averages:
             slow_rank=int(slow) if slow is not None else 0,
             link_share=share,
         )
+
+
+def summarise(spec: RunSpec, run: RunDir, observer: Observer, end: RunEnd) -> dict[str, Any]:
+    """summary.json: the contract's keys. Collective if the run is done: ranks report their peak memory."""
+    recorder = observer.recorder
+    memory = (observer.memory.peak_bytes, observer.memory.parts())
+    by_rank = gather_objects(memory) if end.status == "done" else [memory]
+    peaks = [peak for peak, _ in by_rank]
+    return {
+        "status": end.status,
+        "steps": recorder.last.step if recorder.last else end.step,
+        "first_loss": recorder.first_loss,
+        "final_loss": recorder.last.loss if recorder.last else None,
+        "tokens": recorder.tokens,
+        "seconds": end.seconds,
+        "predicted": {"step_seconds": spec.predicted_step_seconds, "memory_bytes": spec.predicted_memory_bytes},
+        "measured": {"step_seconds": recorder.typical_step_seconds(), "memory_bytes": max(peaks)},
+        "memory_bytes_by_rank": peaks,
+        "memory_parts": compare_memory(spec.predicted_memory, max(by_rank, key=lambda one: one[0])[1]),
+        "run_dir": str(run.path),
+        **observer.noise_summary(),
+    }
