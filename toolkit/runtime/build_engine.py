@@ -17,7 +17,7 @@ from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
 from toolkit.runtime.engine.protocol import Engine
-from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.engine.replica import ReplicaEngine, ReplicaParts
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.models.build import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
@@ -69,14 +69,15 @@ def _replica(site: EngineSpec, mesh: Mesh) -> Engine:
         return AsyncIslandEngine(inner, mesh, site.train.outer or Outer(), site.member, site.schedule.steps)
     if site.plan.islands > 1:
         unit = TensorUnit(mesh)
-        inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit)
+        inner = ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, ReplicaParts(unit=unit))
         return IslandEngine(inner, mesh, site.train.outer or Outer(), site.schedule.steps)
     if site.plan.sp == 1:
         noise = NoiseMeter(model.parameters(), mesh) if site.noise else None
-        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, noise=noise)
+        return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, ReplicaParts(noise=noise))
     share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, site.plan.sp))
     share.install(model)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, take=share.take)
+    parts = ReplicaParts(slice_batch=share.slice_batch)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, parts)
 
 
 def _tensor(site: EngineSpec, mesh: Mesh) -> Engine:
@@ -89,8 +90,8 @@ def _tensor(site: EngineSpec, mesh: Mesh) -> Engine:
         recompute_layers(model)
     seed_rank(site.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
-    unit = TensorUnit(mesh)
-    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, unit, check.finish, loss=loss)
+    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
+    return ReplicaEngine(model, mesh, site.train, site.deepspeed, site.schedule, parts)
 
 
 def _autotp(site: EngineSpec, mesh: Mesh) -> Engine:
