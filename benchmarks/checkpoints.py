@@ -31,9 +31,10 @@ from tests.runtime.checkpoint.test_checkpoint import LAYOUTS, assert_equal, resu
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, canonical_json
 from toolkit.commands.verify import check
+from toolkit.errors import CheckpointFailed
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.checkpoint import writer
 from toolkit.runtime.checkpoint.fragments import Fragment
+from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.parity import largest_difference
 
 RECIPE: dict[str, Any] = {
@@ -233,7 +234,7 @@ def big_fragments(megabytes: int) -> list[Fragment]:
 def save(root: Path, step: int, fragments: list[Fragment]) -> Path:
     """Write a checkpoint of one rank."""
     documents = {"state.json": canonical_json({"step": step})}
-    return writer.write(root, step, writer.parts(fragments, 0), documents, rank=0, keep=1)
+    return Writer(root=root, rank=0, keep=1).write(step, rank_files(fragments, 0), documents)
 
 
 def throughput(count: int, root: Path) -> dict[str, Any]:
@@ -304,7 +305,7 @@ def disk(count: int, root: Path) -> dict[str, Any]:
             filler.write_bytes(b"\0" * max(0, free - (5 << 20) * number // count))
             try:
                 save(mount / "checkpoints", 2, fragments)
-            except writer.CheckpointFailed as error:
+            except CheckpointFailed as error:
                 clear += "free" in str(error) or "No space" in str(error)
                 intact += check(first) == [] and store.steps(mount / "checkpoints") == [1]
             else:

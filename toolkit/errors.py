@@ -94,3 +94,8 @@ class Preempted(ToolkitError):
     """The run was asked to stop and saved a checkpoint first."""
 
     exit_code = 75
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class if there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -110,10 +110,10 @@ def spike_at_step_9(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 def scale_losses(factor: Callable[[int], float]) -> None:
     """Multiply the loss of this process's n-th micro-batch, counted from 1, by `factor(n)`."""
-    original, count = loss.summed_loss, [0]
+    original, count = loss.SummedCrossEntropy.__call__, [0]
 
-    def summed_loss(*args: Any) -> Any:
+    def scaled(self: Any, *args: Any) -> Any:
         count[0] += 1
-        return original(*args) * factor(count[0])
+        return original(self, *args) * factor(count[0])
 
-    loss.summed_loss = stage.summed_loss = summed_loss
+    loss.SummedCrossEntropy.__call__ = scaled

@@ -17,7 +17,7 @@ from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
 from toolkit.runtime.engine.protocol import Engine
-from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.engine.replica import ReplicaEngine, ReplicaParts
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.models.build import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
@@ -81,14 +81,15 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     model = _full_model(spec)
     if spec.plan.islands > 1:
         unit = TensorUnit(mesh)
-        inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, unit)
+        inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, ReplicaParts(unit=unit))
         return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
     if spec.plan.sp == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
-        return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, noise=noise)
+        return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, ReplicaParts(noise=noise))
     share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
     share.install(model)
-    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, take=share.take)
+    parts = ReplicaParts(slice_batch=share.slice_batch)
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -101,8 +102,8 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
         recompute_layers(model)
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
-    unit = TensorUnit(mesh)
-    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, unit, check.finish, loss=loss)
+    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:

@@ -16,9 +16,10 @@ from tests.conftest import Finished, Trainer
 from tests.helpers.self_killing import spike_at_step_9
 from toolkit.checkpoints import store
 from toolkit.checkpoints.format import canonical_json
-from toolkit.runtime.checkpoint import resume, writer
+from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.checkpoint.reader import Reader
+from toolkit.runtime.checkpoint.saver import Snapshots, Writer, rank_files
 from toolkit.runtime.supervision.warm_pool import enter_worker
 from toolkit.sessions.parity import largest_difference
 
@@ -71,10 +72,10 @@ def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
     def spy(reader: Any, state: Any, order: Any, recipe: Any, world: Any) -> Any:
         result = original(reader, state, order, recipe, world)
-        found = writer.parts(share(state.fragments()), world.rank)
+        files = rank_files(share(state.fragments()), world.rank)
         root = Path(argv[argv.index("--run-dir") + 1]) / "reloaded"
         documents = {"state.json": canonical_json(reader.state)}
-        writer.write(root, reader.state["step"], found, documents, rank=world.rank, keep=9)
+        Writer(root=root, rank=world.rank, keep=9).write(reader.state["step"], files, documents)
         return result
 
     resume.resume = spy
@@ -209,13 +210,13 @@ def test_another_model_or_optimizer_is_refused(train: Trainer, source: Any) -> N
 
 def copies_slowly(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """A worker whose copy of the state takes longer than a forward and backward pass."""
-    original = writer.Snapshots.take
+    original = Snapshots.copy
 
-    def take(*args: Any) -> Any:
+    def copy(*args: Any) -> Any:
         time.sleep(0.5)
         return original(*args)
 
-    writer.Snapshots.take = take
+    Snapshots.copy = copy
     enter_worker(argv, env)
 
 

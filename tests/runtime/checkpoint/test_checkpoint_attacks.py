@@ -23,9 +23,9 @@ from toolkit.commands.verify import check
 from toolkit.errors import BadInput, CheckpointFailed
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat, layout
-from toolkit.runtime.checkpoint import writer
 from toolkit.runtime.checkpoint.fragments import Fragment
 from toolkit.runtime.checkpoint.reader import Reader, load
+from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.resolve import resolve
 
 
@@ -41,8 +41,7 @@ def save(root: Path, step: int, recipe: dict[str, Any] | None = None) -> Path:
     state = {"step": step, "samples": 0, "optimizer": "adamw", "data": {}, "counters": {"optimizer_steps": step}}
     given = recipe or {"model": {"config": TINY_LLAMA}, "data": {"path": "synthetic"}, "train": {"steps": 1}}
     documents = {"state.json": canonical_json(state), "recipe.yaml": yaml.safe_dump(given).encode()}
-    found = writer.parts(fragments(), rank=0)
-    return writer.write(root, step, found, documents, rank=0, keep=9)
+    return Writer(root=root, rank=0, keep=9).write(step, rank_files(fragments(), rank=0), documents)
 
 
 def forge(path: Path) -> None:

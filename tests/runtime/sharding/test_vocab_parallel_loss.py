@@ -14,7 +14,7 @@ from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.parameter_shards import shares
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.proofs.split_proof import thread_groups
-from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head, num_correct
+from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head
 
 
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(12, 2), (13, 4)])
@@ -48,11 +48,11 @@ def test_the_likeliest_token_is_found_among_all_ranks() -> None:
 
     def one(rank: int) -> tuple[list[int], int]:
         loss = VocabularyLoss(groups[rank], 4)
-        return loss.likeliest(pieces[rank])[0].tolist(), int(num_correct(loss, pieces[rank], labels))
+        return loss.likeliest(pieces[rank])[0].tolist(), int(loss.num_correct(pieces[rank], labels))
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, range(2))) == [(whole.argmax(-1)[0].tolist(), 2)] * 2
-    assert int(num_correct(summed_loss, whole, labels)) == 2
+    assert int(summed_loss.num_correct(whole, labels)) == 2
 
 
 def test_no_counted_token_is_no_loss() -> None:

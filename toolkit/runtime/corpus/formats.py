@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.token_documents import TOKEN
 from toolkit.runtime.corpus.tokenizer import Message, Tokenizer
@@ -106,7 +106,7 @@ class Answers:
         try:
             documents, unrolled = self._documents(messages, tools)
         except Exception as error:  # templates are programs of their own: they raise what they like
-            found.faults.append((number, (str(error).strip().splitlines() or [type(error).__name__])[0]))
+            found.faults.append((number, first_line(error)))
             return
         found.unanswered += not documents
         found.unrolled += unrolled

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, first_line
 from toolkit.recipe.data_files import TABLE_FORMATS, data_files
 from toolkit.recipe.sections import Data
 
@@ -132,7 +132,7 @@ def deepest(error: BaseException) -> str:
     """The first line of the error that began it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return first_line(error)
 
 
 COUNT = 256

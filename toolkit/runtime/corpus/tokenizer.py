@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.sources import need_columns, read_rows
 from toolkit.runtime.corpus.token_documents import TOKEN
@@ -165,8 +165,9 @@ def load_tokenizer(name: str | None, model_path: str | None, *, trust_remote_cod
     try:
         return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
     except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput("data.tokenizer", f"{source} can't be loaded: {first}; `bytes` needs no download") from None
+        raise BadInput(
+            "data.tokenizer", f"{source} can't be loaded: {first_line(error)}; `bytes` needs no download"
+        ) from None
 
 
 SPECIAL = ("<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>")

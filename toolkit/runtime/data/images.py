@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.errors import BadInput, Problem
+from toolkit.errors import BadInput, Problem, first_line
 from toolkit.recipe.data_files import data_files, image_folders
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus import sources
@@ -158,6 +158,5 @@ def _processor(model_path: str | None, size: int) -> Callable[[list[Any]], torch
             # The other backend is torchvision's, which does not exist for every torch.
             processor = AutoImageProcessor.from_pretrained(model_path, backend="pil")
         except (OSError, ValueError, KeyError) as error:
-            what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise BadInput("model.path", f"{model_path} has no image processor: {what}") from None
+            raise BadInput("model.path", f"{model_path} has no image processor: {first_line(error)}") from None
     return lambda images: processor(images, return_tensors="pt")["pixel_values"]

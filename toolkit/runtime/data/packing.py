@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Model
 from toolkit.runtime.corpus.token_documents import Documents, spread
 from toolkit.runtime.models.build import build_model, load_config
@@ -168,7 +168,7 @@ def check_isolated(section: Model) -> None:
     except TwinFailed as error:
         raise _refusal(f"that can't be tried: a small twin of {kind} does not run ({error})") from None
     except Exception as error:  # a forward that takes no position ids raises what it likes
-        raise _refusal(f"{kind} takes no packed documents ({_line(error)})") from None
+        raise _refusal(f"{kind} takes no packed documents ({first_line(error)})") from None
     if difference > TOLERANCE:
         raise _refusal(f"{kind} mixes them (packed and alone, logits differ by {difference:.1e})")
 
@@ -189,7 +189,7 @@ def largest_leak(section: Model) -> float:
             model = build_model(replace(twin, task=section.task), seed=0).eval()
             alone = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in documents], 1)
         except Exception as error:
-            raise TwinFailed(_line(error)) from None
+            raise TwinFailed(first_line(error)) from None
         packed = model(input_ids=torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
     return float((packed - alone).abs().max())
 
@@ -197,7 +197,3 @@ def largest_leak(section: Model) -> float:
 def _refusal(why: str) -> BadInput:
     ways = "use packing: false, or, with data.format text, packing_method stream"
     return BadInput("data.packing_method", f"best_fit keeps documents apart, and {why}; {ways}")
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -18,12 +19,26 @@ from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter, 
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
-from toolkit.runtime.engine.training_state import DeepSpeedState, expert_copies, expert_places, placed
+from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
-from toolkit.runtime.sharding.vocab_parallel_loss import num_correct
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaParts:
+    """What only some strategies add to a replica."""
+
+    unit: TensorUnit | None = None
+    """Tensor and data groups for DeepSpeed; None: every rank is a replica."""
+    after_backward: Callable[[], None] | None = None
+    """Check called once, after the first backward pass."""
+    slice_batch: Callable[[MicroBatch], MicroBatch] = lambda micro: micro
+    """This rank's tokens of a micro-batch (sequence parallel)."""
+    loss: Loss = summed_loss
+    noise: NoiseMeter | None = None
+    """Measures the gradient noise scale."""
 
 
 class ReplicaEngine:
@@ -36,17 +51,14 @@ class ReplicaEngine:
         train: Train,
         config: dict[str, Any],
         schedule: Schedule,
-        unit: TensorUnit | None = None,
-        after_backward: Callable[[], None] | None = None,
-        take: Callable[[MicroBatch], MicroBatch] = lambda micro: micro,
-        loss: Loss | None = None,
-        noise: NoiseMeter | None = None,
+        parts: ReplicaParts | None = None,
     ) -> None:
-        self._noise = noise
+        parts = parts or ReplicaParts()
+        self._noise = parts.noise
         self._mesh = mesh
-        self._loss = loss or summed_loss
-        self._take = take
-        self._after_backward = after_backward
+        self._loss = parts.loss
+        self._slice_batch = parts.slice_batch
+        self._after_backward = parts.after_backward
         self._sums = train.grad_reduce == "sum"
         self._accumulated = mesh.plan.grad_accum
         self._faults = NonFiniteCounter(device())
@@ -60,7 +72,7 @@ class ReplicaEngine:
             config=config,
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
-            mpu=unit,
+            mpu=parts.unit,
         )
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
@@ -75,15 +87,16 @@ class ReplicaEngine:
     @property
     def state(self) -> DeepSpeedState:
         named = dict(self.module.named_parameters())
-        ranks = self._mesh.token_ranks  # sequence ranks hold whole copies, as replicas do
         return DeepSpeedState(
             self._engine,
             names={p: name for name, p in named.items()},
-            copy=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
-            copies=ranks,
+            copies=Copies(
+                index=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
+                count=self._mesh.token_ranks,  # sequence ranks hold full copies, as replicas do
+                by_name=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
+                saves=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
+            ),
             place=expert_places(self._whole_shapes, self._mesh) if self._mesh.plan.ep > 1 else placed(named),
-            copies_of=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
-            writes=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
         )
 
     @property
@@ -92,7 +105,7 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        plan, tokens = self._mesh.plan, counted_tokens([self._take(micro) for micro in batch], self._mesh)
+        plan, tokens = self._mesh.plan, counted_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
         self._accumulate(len(batch))
         # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
         weight = len(batch) * self._mesh.token_ranks / max(tokens, 1)
@@ -105,7 +118,7 @@ class ReplicaEngine:
         try:
             for micro in batch:
                 with part(self._clock, "forward"):
-                    own = self._take(micro.to(device()))
+                    own = self._slice_batch(micro.to(device()))
                     loss = self._loss(self._engine(**own.inputs()).logits, own.labels)
                     total += loss.detach()
                 with part(self._clock, "backward"):
@@ -138,10 +151,10 @@ class ReplicaEngine:
         self._engine.eval()
         with torch.no_grad():
             for micro in batch:
-                own = self._take(micro.to(device()))
+                own = self._slice_batch(micro.to(device()))
                 logits = self._engine(**own.inputs()).logits
                 loss = self._loss(logits, own.labels)
-                correct = num_correct(self._loss, logits, own.labels)
+                correct = self._loss.num_correct(logits, own.labels)
                 sums += torch.stack([value.double() for value in (loss, (own.labels != IGNORE).sum(), correct)])
         self._engine.train()
         total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()

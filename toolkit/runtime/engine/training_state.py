@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,24 @@ NOT_STATES = (WEIGHT, BUFFER, "outer_momentum", "exchange_error")
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Which ranks hold the same elements as this one, and what this rank saves of them."""
+
+    index: int
+    """This rank among the ranks that hold a full copy of its shard."""
+    count: int
+    """Number of those ranks."""
+    by_name: Callable[[str], tuple[int, int]] | None = None
+    """(index, count) of one parameter, where it differs between parameters (experts)."""
+    saves: Callable[[str], bool] = lambda name: True
+    """Whether this rank's stage or tensor shard saves a name that others hold too."""
+
+    def of(self, name: str) -> tuple[int, int]:
+        """(index, count) of a parameter."""
+        return self.by_name(name) if self.by_name else (self.index, self.count)
+
+
 class DeepSpeedState:
     """`Stateful` over a DeepSpeed engine of any ZeRO stage and precision."""
 
@@ -47,24 +65,18 @@ class DeepSpeedState:
         engine: Any,
         *,
         names: Mapping[torch.Tensor, str],
-        copy: int,
-        copies: int,
+        copies: Copies,
         place: SliceLocator,
-        copies_of: Callable[[str], tuple[int, int]] | None = None,
-        writes: Callable[[str], bool] = lambda name: True,
         model: torch.nn.Module | None = None,
     ) -> None:
-        """`names`: own name of each parameter; `copy` of `copies`: this rank among its replicas, or by own name where
-        that differs; `place`: where a local parameter's elements are in the full one; `writes`: whether this rank's
-        shard or stage is the one that saves a name which others hold too; `model`: whose buffers, if not the engine's.
+        """`names`: this rank's name of each parameter. `place`: where its elements are in the full parameter.
+        `model`: the module whose buffers are saved, if that is not the engine's.
         """
-        self._writes, self._model = writes, model or engine.module
         self._engine, self.names = engine, names
-        sharded = isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer))
-        self._copies_of = copies_of or (lambda name: (copy, copies))
-        self._sharded = sharded
-        self._buffer_copy, self._buffer_copies = copy, copies
-        self._place = place
+        self._copies, self._place, self._model = copies, place, model or engine.module
+        self._sharded = isinstance(
+            engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
+        )
 
     def fragments(self) -> Iterator[Fragment]:
         if vars(self._engine.optimizer).get("swap_optimizer"):  # set by ZeRO 3 alone
@@ -72,9 +84,9 @@ class DeepSpeedState:
                 "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
             )
         for own_name, held in self.held():
-            copy, copies = (0, 1) if self._sharded else self._copies_of(own_name)
-            for fragment in held_fragments([held], self.base.state, copy, copies):
-                yield fragment if self._writes(own_name) else replace(fragment, copy=copies)
+            copy, count = (0, 1) if self._sharded else self._copies.of(own_name)
+            for fragment in held_fragments([held], self.base.state, copy, count):
+                yield fragment if self._copies.saves(own_name) else replace(fragment, copy=count)
         for name, buffer in persistent_buffers(self._model):
             yield Fragment(
                 name=name,
@@ -82,8 +94,8 @@ class DeepSpeedState:
                 shape=tuple(buffer.shape),
                 region=element_runs.flat(0, buffer.numel()),
                 tensor=buffer.view(-1),
-                copy=self._buffer_copy if self._writes(name) else self._buffer_copies,
-                copies=self._buffer_copies,
+                copy=self._copies.index if self._copies.saves(name) else self._copies.count,
+                copies=self._copies.count,
             )
 
     def drain(self) -> None:

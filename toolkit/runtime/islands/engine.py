@@ -64,10 +64,9 @@ class IslandEngine:
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         found = self._inner.evaluate(batch)
-        values = torch.tensor([found.loss, found.counted, found.correct or 0], dtype=torch.float64, device=device())
-        dist.all_reduce(values, group=self._mesh.island_group)
-        correct = None if found.correct is None else int(values[2])
-        return EvaluationSums(float(values[0]), int(values[1]), correct)
+        sums = torch.tensor([found.loss, found.counted, found.correct], dtype=torch.float64, device=device())
+        dist.all_reduce(sums, group=self._mesh.island_group)
+        return EvaluationSums(float(sums[0]), int(sums[1]), int(sums[2]))
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock

@@ -34,11 +34,6 @@ def unpack(packed: torch.Tensor, size: int, bits: int) -> torch.Tensor:
     return found
 
 
-def packed_bytes(size: int, bits: int) -> int:
-    """Length of `pack` for whole blocks of `size` elements."""
-    return size * bits // 8 + size // BLOCK * 4
-
-
 class QuantizedMean:
     """The mean over the ranks of a group, in few bits both ways, with error feedback.
 

@@ -41,15 +41,15 @@ VALUES = (*SECONDS, *BYTES, *COUNTERS)
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds the others up."""
+    """A rank that is slower than its peers in several windows in a row."""
 
     rank: int
     seconds: float
-    """How much longer a step of its own work takes than its peers'."""
+    """Extra time per step of its own work, communication excluded, compared with its peers."""
 
 
 def straggler_sentence(rank: int, seconds: float) -> str:
-    """For the terminal and the list of events."""
+    """One sentence for the terminal and the event list; `seconds` is the extra time per step."""
     return f"rank {rank} is a straggler: {seconds * 1000:.0f} ms slower per step than its peers, communication excluded"
 
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Lora, Model
 from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models.first_weights import FileWeights, HostWeights, ScratchWeights, Weights, checkpoint_files
@@ -46,7 +46,7 @@ def load_config(section: Model) -> PretrainedConfig:
             return AutoConfig.for_model(values.pop("model_type"), **values)
         return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
     except (KeyError, ValueError, TypeError, OSError) as error:
-        raise BadInput("model", f"transformers can't read the config: {_first_line(error)}") from None
+        raise BadInput("model", f"transformers can't read the config: {first_line(error)}") from None
 
 
 def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreTrainedModel:
@@ -140,7 +140,7 @@ def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], Pre
     try:
         model = make(config, options)
     except (ValueError, OSError, ImportError) as error:
-        raise BadInput("model", f"transformers can't build it: {_first_line(error)}") from None
+        raise BadInput("model", f"transformers can't build it: {first_line(error)}") from None
     model.config.use_cache = False
     return model
 
@@ -182,7 +182,3 @@ def check_same_weights(model: torch.nn.Module) -> None:
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from toolkit.runtime.models.micro_batch import IGNORE
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Logits and labels → the sum over counted tokens."""
+
+class Loss(Protocol):
+    """Cross-entropy of logits, and how many labels the logits predict."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss, summed over counted tokens."""
+
+    def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Number of counted labels that have the largest logit."""
 
 
-def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy added up over counted tokens: a number even where none counts."""
-    rows = logits.reshape(-1, logits.shape[-1]).float()
-    return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+class SummedCrossEntropy:
+    """`Loss` over complete logits. It is finite (0) even if no token is counted."""
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = logits.reshape(-1, logits.shape[-1]).float()
+        return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+    def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return count_matches(logits.argmax(-1), labels)
+
+
+summed_loss = SummedCrossEntropy()
+
+
+def count_matches(predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Number of counted labels that equal the prediction."""
+    return ((predicted == labels) & (labels != IGNORE)).sum()

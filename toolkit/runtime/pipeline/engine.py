@@ -22,7 +22,7 @@ from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NonFiniteGra
 from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import counted_tokens
-from toolkit.runtime.engine.training_state import DeepSpeedState, placed
+from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
@@ -72,14 +72,12 @@ class PipelineEngine:
         return DeepSpeedState(
             self._engine,
             names={p: name for name, p in named.items()},
-            copy=self._mesh.data,
-            copies=self._mesh.plan.dp,
+            copies=Copies(index=self._mesh.data, count=self._mesh.plan.dp, saves=self._saves),
             place=placed(named),
-            writes=self._writes,
             model=self._stage.model,
         )
 
-    def _writes(self, name: str) -> bool:
+    def _saves(self, name: str) -> bool:
         """The first stage that holds a name saves it, and of its tensor ranks the first, or all if they hold slices."""
         split, named = self._stage.split, self._stage.parameters_by_name
         if name not in named:  # a buffer: layers are on one stage each, the rest is everywhere

@@ -24,7 +24,6 @@ from toolkit.runtime.pipeline.boundaries import (
     hidden_of,
 )
 from toolkit.runtime.pipeline.split import StageSplit, hollow
-from toolkit.runtime.sharding.vocab_parallel_loss import num_correct
 
 
 class Stage(torch.nn.Module):
@@ -81,7 +80,7 @@ class Stage(torch.nn.Module):
         finally:
             self._received = ()
         if not self.training:
-            self.correct += num_correct(self._loss, output.logits, micro.labels)
+            self.correct += self._loss.num_correct(output.logits, micro.labels)
         loss = self._loss(output.logits, micro.labels) * self._weight
         self.faults.forward(taken, (loss,))
         return self.prepared(loss)

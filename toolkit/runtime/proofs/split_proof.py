@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.sections import Model
@@ -93,13 +94,13 @@ def prove(section: Model, axes: Axes) -> Verdict:
         kind, expected = _first_that_trains(twin)
     except Exception as error:
         name = (twin.config or {})["model_type"]
-        return Verdict(False, f"a small twin of {name} does not train in one process: {_line(error)}")
+        return Verdict(False, f"a small twin of {name} does not train in one process: {first_line(error)}")
     try:
         return _compare(twin, axes, kind, expected)
     except (SplitRefused, SequenceRefused) as error:
-        return Verdict(False, _line(error))
+        return Verdict(False, first_line(error))
     except Exception as error:
-        return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {_line(error)}")
+        return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {first_line(error)}")
 
 
 Gradients = dict[str, torch.Tensor]
@@ -221,7 +222,7 @@ def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
 
 def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
     try:
-        micro = share.take(micro) if share else micro
+        micro = share.slice_batch(micro) if share else micro
         if not isinstance(part.pieces[0], Stage):
             loss = part.loss(part.pieces[0](**micro.inputs()).logits.double(), micro.labels)
         else:
@@ -255,7 +256,3 @@ def _off(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None,
     piece = layout.take(whole) if layout else whole
     difference = float((piece - found).norm()) if found is not None else float(piece.norm())
     return not difference <= TOLERANCE * float(piece.norm()) + FLOOR * norm
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -61,7 +61,7 @@ class SequenceShare:
             kind = model.config.model_type
             raise SequenceRefused(f"{kind} does not use transformers' registry of attention functions")
 
-    def take(self, micro: MicroBatch) -> MicroBatch:
+    def slice_batch(self, micro: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch; what attention must know of all tokens is kept here."""
         assert micro.input_ids is not None, "images are not cut by sequence"
         batch, length = micro.input_ids.shape
@@ -83,13 +83,13 @@ class SequenceShare:
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        **others: Any,
+        **settings: Any,
     ) -> tuple[torch.Tensor, None]:
-        self._refuse(module, attention_mask, others)
+        """Attention over all tokens, for this rank's heads. transformers' registry dictates the signature."""
+        scaling: float | None = settings.pop("scaling", None)
+        dropout: float = settings.pop("dropout", 0.0)
+        sliding_window: int | None = settings.pop("sliding_window", None)
+        self._refuse(module, attention_mask, settings)
         key, value = (self._divisible(tensor, query.shape[1]) for tensor in (key, value))
         query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
         how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.build import build_model, load_config
-from toolkit.runtime.models.loss import Loss
+from toolkit.runtime.models.loss import count_matches
 from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.parameter_shards import shares
 from toolkit.runtime.models.tiny_models import tiny_config
@@ -32,17 +32,14 @@ class VocabularyLoss:
         wide = columns if columns.dtype == torch.float64 else columns.float()
         return _SlicedLoss.apply(wide, labels.flatten(), self._start, self._group)  # type: ignore[no-untyped-call, no-any-return]
 
+    def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return count_matches(self.likeliest(logits), labels)
+
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """The token with the largest logit, of all ranks' columns; of equals the first, as `argmax` has it."""
+        """The token with the largest logit over all ranks' columns; of equals the first, as in `argmax`."""
         values, places = logits.max(-1)
         others = values < self._group.largest(values)
         return -self._group.largest(-(places + self._start).masked_fill(others, torch.iinfo(places.dtype).max))
-
-
-def num_correct(loss: Loss, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """For how many labels that count the likeliest value is right."""
-    likeliest = loss.likeliest(logits) if isinstance(loss, VocabularyLoss) else logits.argmax(-1)
-    return ((likeliest == labels) & (labels != IGNORE)).sum()
 
 
 class _SlicedLoss(torch.autograd.Function):

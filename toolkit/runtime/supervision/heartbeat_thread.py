@@ -32,7 +32,7 @@ class HeartbeatThread:
         self._timeout = self._wanted = float("inf")
         self._looked = 0.0
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Write from now on; on SIGUSR2, dump the stacks of all threads to standard error, which is the log."""
@@ -99,13 +99,3 @@ class HeartbeatThread:
             heartbeat.write(self._directory, heartbeat.ended(self._beat, RankFailed.exit_code, why, time.time()))
             print(text + (f"; {', '.join(silent)}" if silent else ""), file=self._terminal, flush=True)
         os._exit(RankFailed.exit_code)
-
-
-class NoPulse:
-    """Stands in where nobody watches."""
-
-    def watch(self, timeout_seconds: float) -> None:
-        """Nothing to do."""
-
-    def move(self, *, step: int | None = None, phase: str | None = None) -> None:
-        """Nothing to do."""
