@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints.test_format import damage
-from tests.conftest import TINY_LLAMA
-from tests.helpers.self_killing import kill_point, poison, suicidal
-from tests.helpers.supervised import Outcome, assert_whole_and_recent, at_step, send, supervised
-from tests.runtime.checkpoint.test_checkpoint import LAYOUTS, assert_equal, resume_and_copy
+from benchmarks.harness.checkpoint_layouts import LAYOUTS, assert_equal, damage, resume_and_copy
+from benchmarks.harness.self_killing import kill_point, poison, suicidal
+from benchmarks.harness.supervised import Outcome, assert_whole_and_recent, at_step, send, supervised
+from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, canonical_json
 from toolkit.commands.verify import check

@@ -25,8 +25,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tests.helpers import browser
-from tests.helpers.slow_link import Link, address, move_into
+from benchmarks.harness import browser
+from benchmarks.harness.slow_link import Link, address, move_into
 from toolkit.checkpoints import store
 from toolkit.launching import launchers
 from toolkit.recipe.file import load_recipe

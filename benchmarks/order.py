@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.recorded_order import STRATEGIES, WORLDS, missed_and_repeated, steps_of, stopping_at, strategy
+from benchmarks.harness.recorded_order import STRATEGIES, WORLDS, missed_and_repeated, steps_of, stopping_at, strategy
 from toolkit.errors import Preempted
 from toolkit.launching import launchers
 from toolkit.recipe.file import make_recipe

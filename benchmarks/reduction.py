@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.helpers import slow_link  # noqa: E402
+from benchmarks.harness import slow_link  # noqa: E402
 from toolkit.launching import launchers  # noqa: E402
 from toolkit.recipe.file import load_recipe  # noqa: E402
 from toolkit.run_dir.trajectory import largest_difference  # noqa: E402

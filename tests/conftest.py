@@ -13,6 +13,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
 
+from benchmarks.harness.tiny_llama import TINY_LLAMA
 from tests.helpers import launching_page
 from toolkit.launching import launchers
 from toolkit.recipe.file import make_recipe
@@ -20,7 +21,6 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.warm_pool import Enter, run_warm
 from toolkit.sessions.resolve import resolve
 
-TINY_LLAMA: dict[str, Any] = launching_page.RECIPE["model"]["config"]
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
 

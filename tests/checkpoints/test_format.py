@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.checkpoint_layouts import damage
 from toolkit.checkpoints import store
 from toolkit.checkpoints.element_runs import flat
 from toolkit.checkpoints.format import (
@@ -56,28 +57,6 @@ def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
     assert store.steps(tmp_path) == [10]
     assert store.latest_fault(tmp_path) is None
     assert json.loads((tmp_path / "latest").read_text())["checkpoint"] == "step-00000010"
-
-
-def damage(path: Path, rng: random.Random) -> tuple[str, str]:
-    """One random corruption of a random file: (what, file)."""
-    kind = rng.choice(["flip", "truncate", "delete", "swap", "grow"])
-    names = sorted(p.name for p in path.iterdir())
-    name = rng.choice(names)
-    data = bytearray((path / name).read_bytes())
-    if kind == "flip":
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        (path / name).write_bytes(data)
-    elif kind == "truncate":
-        (path / name).write_bytes(data[: rng.randrange(len(data))])
-    elif kind == "grow":
-        (path / name).write_bytes(data + b"\0")
-    elif kind == "delete":
-        (path / name).unlink()
-    else:
-        other = rng.choice([n for n in names if n != name])
-        (path / name).write_bytes((path / other).read_bytes())
-        (path / other).write_bytes(data)
-    return kind, name
 
 
 def test_every_corruption_is_found_and_named(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.conftest import TINY_LLAMA, Trainer
+from benchmarks.harness.tiny_llama import TINY_LLAMA
+from tests.conftest import Trainer
 from toolkit import cli
 from toolkit.checkpoints import store
 from toolkit.runtime.checkpoint.reader import Reader

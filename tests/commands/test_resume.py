@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from tests.helpers.self_killing import scale_losses
+from benchmarks.harness.self_killing import scale_losses
 from toolkit import cli
 from toolkit.checkpoints import store
 from toolkit.launching.launchers import Command

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks.harness.tiny_llama import TINY_LLAMA
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "launching.md"
 STEPS = 200
@@ -20,16 +22,7 @@ STEPS = 200
 RECIPE: dict[str, Any] = {
     "name": "tiny",
     "model": {
-        "config": {
-            "model_type": "llama",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 264,
-            "max_position_embeddings": 64,
-        },
+        "config": TINY_LLAMA,
         "precision": "fp32",
     },
     "data": {"path": "python-stdlib", "tokenizer": "bytes", "seq_len": 32},

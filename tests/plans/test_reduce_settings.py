@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import TINY_LLAMA
+from benchmarks.harness.tiny_llama import TINY_LLAMA
 from tests.helpers.planning import LLAMA_2_7B, cluster, job
 from toolkit.cost import communication
 from toolkit.cost.calibration import CALIBRATION

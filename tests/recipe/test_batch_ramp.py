@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import TINY_LLAMA
+from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.errors import BadInput
 from toolkit.recipe.batch_sections import BatchRamp
 from toolkit.recipe.file import make_recipe

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.harness.browser import dom
 from strategies.hybrid import Hybrid
 from strategies.pipeline import Pipeline
 from strategies.zero import Zero
-from tests.helpers.browser import dom
 from tests.helpers.planning import LLAMA_3_8B, cluster, job
 from toolkit.planner.search import Decision, decide
 from toolkit.plans.plan import Job, Plan

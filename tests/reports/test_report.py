@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.browser import dom
+from benchmarks.harness.browser import dom
 from toolkit.cli import main
 from toolkit.errors import BadInput
 from toolkit.reports.downsample import POINTS, extremes, means

@@ -12,32 +12,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from benchmarks.harness.checkpoint_layouts import LAYOUTS, assert_equal, resume_and_copy
+from benchmarks.harness.self_killing import spike_at_step_9
 from tests.conftest import Finished, Trainer
-from tests.helpers.self_killing import spike_at_step_9
 from toolkit.checkpoints import store
-from toolkit.checkpoints.format import canonical_json
-from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.checkpoint.reader import Reader
-from toolkit.runtime.checkpoint.saver import Snapshots, Writer, rank_files
+from toolkit.runtime.checkpoint.saver import Snapshots
 from toolkit.runtime.supervision.warm_pool import enter_worker
 from toolkit.sessions.parity import largest_difference
 
 STEPS, SAVED = 14, 4
-LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "data_parallel@2": (2, ("strategy.name=data_parallel",)),
-    "zero1@4": (4, ("strategy.name=zero", "strategy.zero_stage=1")),
-    "tensor_parallel@2": (2, ("strategy.name=tensor_parallel", "strategy.tp=2")),
-    "zero2@2": (2, ("strategy.name=zero", "strategy.zero_stage=2")),
-    "hybrid@4": (4, ("strategy.name=hybrid", "strategy.pp=2", "strategy.tp=2")),
-    "data_parallel@1": (1, ("strategy.name=data_parallel",)),
-    "zero3@2": (2, ("strategy.name=zero", "strategy.zero_stage=3")),
-    "pipeline@2": (2, ("strategy.name=pipeline", "strategy.pp=2")),
-    "zero3+cpu_params@2": (2, ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params")),
-    "sequence_parallel@2": (2, ("strategy.name=sequence_parallel", "strategy.sp=2")),
-    "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),
-    "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
-}
 NAMES = list(LAYOUTS)
 PAIRS = [(source, NAMES[(i + 1) % len(NAMES)]) for i, source in enumerate(NAMES)]
 PAIRS += [(source, NAMES[(i + 5) % len(NAMES)]) for i, source in enumerate(NAMES) if i % 3 == 1]
@@ -64,32 +49,6 @@ def source(sources: dict[str, Finished], train: Trainer, tmp_path_factory: pytes
 
 def saved(run: Finished, step: int = SAVED) -> Path:
     return store.path_of(run.run.checkpoints, step)
-
-
-def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """A worker that, right after loading, writes what it has loaded as a checkpoint beside the run."""
-    original = resume.resume
-
-    def spy(reader: Any, state: Any, order: Any, recipe: Any, world: Any) -> Any:
-        result = original(reader, state, order, recipe, world)
-        files = rank_files(share(state.fragments()), world.rank)
-        root = Path(argv[argv.index("--run-dir") + 1]) / "reloaded"
-        documents = {"state.json": canonical_json(reader.state)}
-        Writer(root=root, rank=world.rank, keep=9).write(reader.state["step"], files, documents)
-        return result
-
-    resume.resume = spy
-    enter_worker(argv, env)
-
-
-def assert_equal(first: Path, second: Path) -> None:
-    """Every weight and moment, bit by bit."""
-    a, b = Reader.open(first), Reader.open(second)
-    assert a.index.keys() == b.index.keys()
-    for name, parameter in a.index.items():
-        assert parameter.kinds() == b.index[name].kinds() >= {"weight", "exp_avg", "exp_avg_sq"}
-        for kind in parameter.kinds():
-            assert torch.equal(a.full(name, kind), b.full(name, kind)), f"{name} {kind}"
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=[f"{a}→{b}" for a, b in PAIRS])

@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from tests.conftest import TINY_LLAMA
+from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit import cli
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, FileEntry, canonical_json, dump_manifest, sha256

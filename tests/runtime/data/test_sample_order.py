@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness.recorded_order import missed_and_repeated, steps_of, stopping_at, strategy
 from tests.conftest import Trainer
-from tests.helpers.recorded_order import missed_and_repeated, steps_of, stopping_at, strategy
 from toolkit.errors import Preempted
 from toolkit.runtime.data.sample_order import PAST_END, MixturePart, SampleOrder, joined, mixture, own_share
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import toolkit.runtime.data.load
+from benchmarks.harness.recorded_order import stopping_at
 from tests.conftest import Trainer
-from tests.helpers.recorded_order import stopping_at
 from toolkit.errors import BadInput
 from toolkit.recipe.file import make_recipe
 from toolkit.runtime.corpus import stream_reader

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.checkpoint_layouts import assert_equal, resume_and_copy
 from tests.conftest import Trainer
 from tests.helpers.parallel import ONE, SGD, assert_same, model, run
-from tests.runtime.checkpoint.test_checkpoint import assert_equal, resume_and_copy
 from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.runtime.models.tiny_models import tiny_of_type

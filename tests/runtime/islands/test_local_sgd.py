@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.checkpoint_layouts import assert_equal
 from tests.conftest import Trainer
 from tests.helpers.parallel import ONE, SGD, model, run
-from tests.runtime.checkpoint.test_checkpoint import assert_equal
 from toolkit.checkpoints import store
 from toolkit.errors import NoPlanFits
 from toolkit.plans.plan import Plan

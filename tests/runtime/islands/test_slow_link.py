@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness import slow_link
 from tests.conftest import Trainer
-from tests.helpers import slow_link
 
 WIDER = ("model.config.hidden_size=128", "model.config.intermediate_size=256")
 

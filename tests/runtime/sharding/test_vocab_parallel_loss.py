@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.conftest import TINY_LLAMA
+from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE

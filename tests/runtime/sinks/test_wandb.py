@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import self_killing
 from tests.conftest import Finished, Trainer
-from tests.helpers import self_killing
 from toolkit.runtime.sinks import wandb_sink
 from toolkit.runtime.sinks.wandb_sink import flat
 from toolkit.runtime.supervision.warm_pool import enter_worker
