@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks.harness import self_killing
 from tests.conftest import Finished, Trainer
 from toolkit.runtime.sinks import wandb_sink
@@ -106,6 +108,25 @@ def die_after_five(argv: tuple[str, ...], env: dict[str, str]) -> None:
     if env["RANK"] == "0":
         self_killing.die_in_step(5.0)
     enter_worker(argv, env)
+
+
+def evaluations_in_wandb(done: Finished) -> list[dict[str, Any]]:
+    points = [point for path in files(done) for point in wandb_sink.history(path)]
+    found = [
+        {k.removeprefix("eval/"): v for k, v in p.items() if k.startswith("eval/")} | {"step": p["_step"]}
+        for p in points
+    ]
+    return [one for one in found if "loss" in one]
+
+
+@pytest.mark.parametrize("every", [0, 3], ids=["sent at once", "sent when a checkpoint covers them"])
+def test_evaluations_reach_wandb(train: Trainer, every: int) -> None:
+    """The sink is wrapped, and the file is the real one: what eval.jsonl holds is in it, at its step."""
+    held_out = ("data.eval_fraction=0.2", "train.eval_every=2", "train.steps=5", f"checkpoint.every={every}")
+    done = train(*WANDB, *held_out, nproc=1)
+    expected = [json.loads(line) for line in done.run.evaluations.read_text().splitlines()]
+    assert [line["step"] for line in expected] == [2, 4, 5]
+    assert evaluations_in_wandb(done) == expected
 
 
 def test_secrets_are_hidden_by_name_form_and_value() -> None:
