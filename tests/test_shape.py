@@ -1,4 +1,4 @@
-"""The code stays easy to navigate: bounds on packages, modules and functions; `python -m benchmarks.shape` shows them."""
+"""The code stays easy to navigate: bounds on packages, modules, functions; `python -m benchmarks.shape` shows them."""
 
 from __future__ import annotations
 
