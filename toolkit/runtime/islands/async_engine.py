@@ -173,7 +173,7 @@ class AsyncIslandEngine:
         return number
 
     def _take_over(self, number: int) -> bool:
-        """Claim a round that an earlier incarnation, or an island that has left, did not finish; False if another has."""
+        """Claim a round that an earlier incarnation or a lost island did not finish; False if another island has it."""
         taker = self._store.read(f"taker/{number}")
         taken = taker is not None and taker[0] != self._island and self._transfer.alive(taker[0])
         if number in self._state.completed or taken or not self._store.first(f"again/{number}/{taker}"):

@@ -57,7 +57,7 @@ class OuterStep:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """At the end of a round: wait for the exchange in transit. Then all islands are at `S`. Collective like `run`."""
+        """At the end of a round: wait for the exchange in transit; then all islands are at `S`. Collective."""
         if self._in_transit is not None:
             self._move()
             self.masters.write(self.shared)
