@@ -54,9 +54,8 @@ def tensor_styles(model: PreTrainedModel, ranks: int) -> tuple[Styles, list[str]
     whole_heads = model.config.model_type in WHOLE_HEADS
     styles: Styles = {} if whole_heads else _own_plan(model)
     heads: list[str] = []
-    if (
-        len({_starred(name) for name in styles}) <= 1 and not whole_heads
-    ):  # at most the output head has a style: no plan for the layers
+    has_plan = len({_starred(name) for name in styles}) > 1  # a plan for the output head alone is none for the layers
+    if not has_plan and not whole_heads:
         pairs, heads = find_pairs(model, ranks)
         styles |= pairs
     styles = _gather_where_needed(model, styles, ranks)
