@@ -125,7 +125,7 @@ class _Encode:
             "targets": [_flat(found.targets, TOKEN)],
             "target_lengths": [_lengths(found.targets)],
             "labels": [np.asarray(found.labels, np.int64)],
-            "told": [json.dumps([len(numbers), found.empty, found.unanswered, found.unrolled, problems[:5]])],
+            "counts": [json.dumps([len(numbers), found.empty, found.unanswered, found.unrolled, problems[:5]])],
         }
 
 
@@ -143,25 +143,25 @@ def _collected(encoded: Any, source: str) -> Documents:
     counts, problems = Counts(), []
     for table in encoded.with_format("arrow").iter(64):
         for name in table.column_names:
-            if name != "told":
+            if name != "counts":
                 columns.setdefault(name, []).extend(
                     chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table[name].chunks
                 )
-        for told in table["told"].to_pylist():
-            rows, empty, unanswered, unrolled, found = json.loads(told)
+        for batch in table["counts"].to_pylist():
+            rows, empty, unanswered, unrolled, found = json.loads(batch)
             counts = Counts(
                 counts.rows + rows, counts.empty + empty, counts.unanswered + unanswered, counts.unrolled + unrolled
             )
             problems += found
     if problems:
         raise BadInput(f"data.path: {source}", [Problem(f"row {number + 1}", what) for number, what in problems[:5]])
-    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-    targets = Documents(whole["targets"], _bounds(whole["target_lengths"])) if len(whole["targets"]) else None
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    targets = Documents(joined["targets"], _bounds(joined["target_lengths"])) if len(joined["targets"]) else None
     return Documents(
-        tokens=whole["tokens"],
-        bounds=_bounds(whole["lengths"]),
-        counted=whole["counted"] if len(whole["counted"]) else None,
-        labels=whole["labels"] if len(whole["labels"]) else None,
+        tokens=joined["tokens"],
+        bounds=_bounds(joined["lengths"]),
+        counted=joined["counted"] if len(joined["counted"]) else None,
+        labels=joined["labels"] if len(joined["labels"]) else None,
         targets=targets,
         counts=counts,
     )
@@ -172,9 +172,9 @@ def _bounds(lengths: np.ndarray) -> np.ndarray:
 
 
 def find_or_make(
-    cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, together: OncePerHost
+    cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, once_per_host: OncePerHost
 ) -> Documents:
     """The documents of a source. If they are missing, one rank per host makes them while the others wait."""
-    path = cache.root / together.tell(lambda: cache.key(section, source, tokenizer))
-    together.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))
+    path = cache.root / once_per_host.from_rank_zero(lambda: cache.key(section, source, tokenizer))
+    once_per_host.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))
     return Documents.open(path)

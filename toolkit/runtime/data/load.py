@@ -29,7 +29,7 @@ from toolkit.runtime.models.input_spec import InputSpec
 
 
 def load_data(
-    recipe: Recipe, spec: InputSpec, together: OncePerHost | None = None, terminal: IO[str] | None = None
+    recipe: Recipe, spec: InputSpec, once_per_host: OncePerHost | None = None, terminal: IO[str] | None = None
 ) -> Dataset:
     """Load the recipe's data; `BadInput` if there is none, or if it does not fit the model."""
     section = recipe.data
@@ -39,7 +39,7 @@ def load_data(
         samples = Synthetic(spec.need_vocab(), section.seq_len)
         return Dataset(train=samples, documents=len(samples), tokens=samples.positions, tokenizer=Bytes())
     section, notes = packing_of(section, recipe.model)
-    loader = _Loader(section, spec, load_recipe_tokenizer(recipe), together or SingleProcess(), terminal)
+    loader = _Loader(section, spec, load_recipe_tokenizer(recipe), once_per_host or SingleProcess(), terminal)
     loaded = loader.stream(recipe.train) if section.streaming else loader.load()
     return replace(loaded, notes=(*notes, *loaded.notes))
 
@@ -96,7 +96,7 @@ class _Loader:
     section: Data
     spec: InputSpec
     tokenizer: Tokenizer
-    together: OncePerHost
+    once_per_host: OncePerHost
     terminal: IO[str] | None
 
     def load(self) -> Dataset:
@@ -152,7 +152,7 @@ class _Loader:
     def _documents(self, source: str) -> Documents:
         root = Path(self.section.cache).expanduser()
         cache = TokenCache(root, self.section.workers or os.cpu_count() or 1, self.terminal)
-        documents = find_or_make(cache, self.section, source, self.tokenizer, self.together)
+        documents = find_or_make(cache, self.section, source, self.tokenizer, self.once_per_host)
         self._check_labels(documents, source)
         return documents
 

@@ -18,7 +18,7 @@ TIMEOUT = datetime.timedelta(days=2)
 class OncePerHost(Protocol):
     """Does work once for all ranks, or once per host."""
 
-    def tell(self, find: Callable[[], str]) -> str:
+    def from_rank_zero(self, find: Callable[[], str]) -> str:
         """Call `find` on rank 0 and return its result on all ranks."""
 
     def once(self, present: Callable[[], bool], make: Callable[[], None]) -> None:
@@ -28,7 +28,7 @@ class OncePerHost(Protocol):
 class SingleProcess:
     """`OncePerHost` of a single process."""
 
-    def tell(self, find: Callable[[], str]) -> str:
+    def from_rank_zero(self, find: Callable[[], str]) -> str:
         return find()
 
     def once(self, present: Callable[[], bool], make: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class AllRanks:
         several = torch.distributed.is_initialized() and world.size > 1
         self._group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if several else None
 
-    def tell(self, find: Callable[[], str]) -> str:
+    def from_rank_zero(self, find: Callable[[], str]) -> str:
         found: str | BadInput = ""
         if self._world.rank == 0:
             try:

@@ -81,8 +81,8 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
 def reason(error: BaseException) -> str:
     """The informative sentence of a Ray error; Ray puts identifiers before it and guesses after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("The actor")] or lines or [type(error).__name__]
-    return told[-1].partition(". ")[0].rstrip(".")
+    sentences = [line for line in lines if line.startswith("The actor")] or lines or [type(error).__name__]
+    return sentences[-1].partition(". ")[0].rstrip(".")
 
 
 class AgentProcess:

@@ -169,8 +169,8 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
     )
     try:
         clock = Stopwatch(torch.device("cuda" if cuda else "cpu"), seconds_each)
-        tell = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent
-        found = _measure_all(rank, Ring(None, tuple(range(world))), Ring(None, (rank,)), tell, clock)
+        progress = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent
+        found = _measure_all(rank, Ring(None, tuple(range(world))), Ring(None, (rank,)), progress, clock)
         if rank == 0:
             reports.put(("done", found))
             reports.close()
@@ -187,7 +187,7 @@ def _measure_all(
     steps = 2 + len(names) * len(sizes) + (len(sizes) if across.size > 1 else 0)
     done = 0
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         nonlocal done
         done += 1
         progress(what, done, steps)
@@ -195,19 +195,19 @@ def _measure_all(
     found = _describe(inside.size, clock.device)
     found.nodes = across.size
     found.matmul_flops = _matmul_flops(clock)
-    tell("matmul")
+    report("matmul")
     found.memory_bytes_per_second = _memory_rate(clock)
-    tell("memory")
+    report("memory")
     for name in names:
         found.collectives[name] = {}
         for size in sizes:
             found.collectives[name][size] = clock.seconds(
                 _collective(name, size, rank, inside, clock.device), shared=True
             )
-            tell(f"{name} {size:,} bytes")
+            report(f"{name} {size:,} bytes")
     for size in sizes if across.size > 1 else ():
         found.between[size] = clock.seconds(_collective("all_reduce", size, rank, across, clock.device), shared=True)
-        tell(f"all_reduce between nodes {size:,} bytes")
+        report(f"all_reduce between nodes {size:,} bytes")
     return found
 
 

@@ -22,10 +22,10 @@ class Layout:
     """Shape of the full parameter."""
     packs: int = 1
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """The slice of a full tensor."""
         pieces = []
-        for segment in whole.chunk(self.packs, self.dim):
+        for segment in full.chunk(self.packs, self.dim):
             sizes = shares(segment.shape[self.dim], self.ranks)
             pieces.append(segment.narrow(self.dim, sum(sizes[: self.index]), sizes[self.index]))
         return torch.cat(pieces, self.dim)
@@ -75,10 +75,10 @@ def is_partial(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "partial_gradient", False)
 
 
-def own_slice(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+def own_slice(parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """A copy of the part of a full tensor that this rank keeps."""
     layout = layout_of(parameter)
-    return (layout.take(whole) if layout else whole).to(parameter.dtype).clone()
+    return (layout.slice_of(full) if layout else full).to(parameter.dtype).clone()
 
 
 Sites = dict[int, list[tuple[torch.nn.Module, str]]]

@@ -255,6 +255,6 @@ def _wrong(parts: Sequence[Any], expected: Gradients) -> list[str]:
 
 
 def _differs(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None, norm: float) -> bool:
-    piece = layout.take(whole) if layout else whole
+    piece = layout.slice_of(whole) if layout else whole
     difference = float((piece - found).norm()) if found is not None else float(piece.norm())
     return not difference <= TOLERANCE * float(piece.norm()) + FLOOR * norm

@@ -29,19 +29,19 @@ class Sharder:
 
     def cut(self, module: torch.nn.Module, key: str, dim: int, packs: int = 1) -> None:
         """Replace a parameter by this rank's slice in every module that holds it, unless absent or sliced already."""
-        whole = module._parameters.get(key)
-        if whole is None or layout_of(whole) is not None:
+        full = module._parameters.get(key)
+        if full is None or layout_of(full) is not None:
             return
         layout = Layout(
-            dim=dim % whole.ndim,
+            dim=dim % full.ndim,
             index=self.group.index,
             ranks=self.group.ranks,
-            shape=tuple(whole.shape),
+            shape=tuple(full.shape),
             packs=packs,
         )
-        piece = torch.nn.Parameter(layout.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
+        piece = torch.nn.Parameter(layout.slice_of(full.detach()).clone(), requires_grad=full.requires_grad)
         mark_shard(piece, layout)
-        for holder, name in self._sites[id(whole)]:
+        for holder, name in self._sites[id(full)]:
             holder._parameters[name] = piece
 
 
