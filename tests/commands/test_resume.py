@@ -43,7 +43,7 @@ def test_another_strategy_and_world_goes_on(recipe: Path, tmp_path: Path, capfd:
     first = ["train", str(recipe), *SAVE, "strategy.name=zero", "--nproc", "2", "--run-dir", str(run)]
     assert cli.main(first) == 0
     assert cli.main(["resume", str(run), "strategy.name=data_parallel", "train.steps=6", "--nproc", "1"]) == 0
-    assert "going on from" in capfd.readouterr().out
+    assert "resuming from" in capfd.readouterr().out
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert json.loads((run / "plan.json").read_text())["strategy"] == "data_parallel"
     summary = json.loads((run / "summary.json").read_text())

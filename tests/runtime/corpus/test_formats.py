@@ -157,7 +157,7 @@ def test_pairs_are_loaded(tmp_path: Path) -> None:
         ([{"messages": TURNS[:2]}], ("data.format=chat",), "make no sample; 1 without an answer"),
         ([{"text": "x", "label": 3}], ("data.format=classification",), "label 3 found; the model has 3 classes"),
         ([{"text": "x", "label": -1}], ("data.format=classification",), "label -1 found"),
-        ([{"text": "x", "label": 0.5}], ("data.format=classification",), "row 1: label 0.5 is no class"),
+        ([{"text": "x", "label": 0.5}], ("data.format=classification",), "row 1: label 0.5 is not a class"),
         ([{"text": "short"}], ("data.packing_method=stream",), "6 tokens in 1 documents make no sample"),
     ],
 )  # fmt: skip

@@ -54,9 +54,9 @@ def test_what_does_not_decode_is_named(folders: Path) -> None:
     (folders / "dark" / "2.png").write_bytes(b"no image")
     cut = (folders / "bright" / "1.png").read_bytes()
     (folders / "bright" / "3.png").write_bytes(cut[: len(cut) // 2])
-    with pytest.raises(BadInput, match="2 of 6 images don't decode") as error:
+    with pytest.raises(BadInput, match="2 of 6 images can't be decoded") as error:
         read_images(SECTION, str(folders), TAKES, None)
-    assert "dark/2.png: is no image of a known kind" in str(error.value)
+    assert "dark/2.png: is not an image of a known format" in str(error.value)
     assert "bright/3.png: " in str(error.value)
 
 

@@ -116,7 +116,7 @@ def test_a_twin_that_does_not_run_says_nothing_of_the_model(monkeypatch: pytest.
     gptj = Model(config={"model_type": "gptj"}, init="scratch", precision="fp32")
     check_isolated(gptj)
     monkeypatch.setitem(tiny_sizes._SIZES, "rotary_dim", 64)
-    with pytest.raises(BadInput, match=r"that can't be tried: a small twin of gptj does not run \(The size of tensor"):
+    with pytest.raises(BadInput, match=r"that can't be tested: a tiny gptj model does not run \(The size of tensor"):
         check_isolated(gptj)
 
 

@@ -107,5 +107,5 @@ def test_real_runs_take_the_same_samples_and_lose_none_when_stopped(train: Train
 
 def test_ranks_of_a_replica_must_have_taken_the_same() -> None:
     assert joined([(1, [4, PAST_END]), (0, [2, 3]), (1, [4, PAST_END])]) == [2, 3, 4]
-    with pytest.raises(RuntimeError, match=r"rank 2 of replica 1 took samples \[5\]"):
+    with pytest.raises(RuntimeError, match=r"rank 2 of replica 1 used samples \[5\]"):
         joined([(1, [4]), (0, [2]), (1, [5])])

@@ -97,7 +97,7 @@ def test_a_stream_goes_on_with_its_own_mark_only(source: Path) -> None:
     for overrides, what in [(("data.seq_len=16",), "data.seq_len: 16 given; the checkpoint's stream has 32")]:
         with pytest.raises(BadInput, match=what):
             load(source, *overrides).train.resume_at(mark)  # type: ignore[attr-defined]
-    with pytest.raises(BadInput, match="does not say where its stream stood"):
+    with pytest.raises(BadInput, match="has no position in a stream"):
         load(source).train.resume_at(None)  # type: ignore[attr-defined]
 
 
@@ -135,7 +135,7 @@ def test_streams_train_alike_under_other_strategies_and_after_a_stop(train: Trai
     assert largest_difference(one.losses, other.losses) <= 1e-5
     assert largest_difference(one.norms, other.norms) <= 1e-4
     log = other.run.log(0).read_text()
-    assert "the stream is read on from sequence 0: row 1 of file 1" in log
+    assert "the stream continues at sequence 0: row 1 of file 1" in log
 
 
 def test_mixtures_stream_by_weight(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_slices_are_the_elements_that_their_regions_name(
             for piece in range(run.count)
             for place in range(run.length)
         ]
-        assert layout.take(whole).flatten().tolist() == named
+        assert layout.slice_of(whole).flatten().tolist() == named
     assert element_runs.cover([layout.region() for layout in layouts], whole.numel()) is None
 
 

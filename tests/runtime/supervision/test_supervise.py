@@ -125,7 +125,7 @@ def test_a_bare_worker_ends_a_hang_by_itself(
     disturb, enter = (None, stop_in_the_first_step) if first_step else (send(1, signal.SIGSTOP, step=2), None)
     done = watched(disturb, *LONG, "train.hang_timeout_seconds=4", enter=enter)
     assert heartbeat.read_all(done.run.heartbeats)[0].exit_code == 4
-    assert "nothing was done for" in heartbeat.read_all(done.run.heartbeats)[0].error
+    assert "no progress for" in heartbeat.read_all(done.run.heartbeats)[0].error
 
 
 @pytest.mark.parametrize(

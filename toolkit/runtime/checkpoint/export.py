@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face directory: the masters cast to the recipe's precision, bit by bit."""
+"""Export a checkpoint as a Hugging Face directory: the fp32 masters, cast to the recipe's precision."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from toolkit.runtime.models.parameter_shards import replace_parameter, sites
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARD_SIZE = "5GB"
 TRAINED_WHOLE = ".modules_to_save.default."
-"""In peft's names of modules that are trained without an adapter: the head of a classifier."""
+"""Part of peft's names of modules that are trained without an adapter (the head of a classifier)."""
 
 
 def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_code: bool = False) -> Recipe:
-    """Write `out`, which `from_pretrained` loads; the checkpoint is verified first. The recipe of the run."""
+    """Verify a checkpoint and write `out`, which `from_pretrained` loads; return the run's recipe."""
     damaged = faults(checkpoint)
     if damaged:
         raise BadInput(f"{checkpoint} is damaged", damaged)
     recipe = load_recipe(checkpoint / "recipe.yaml")
-    # A checkpoint may come from anyone: whether code that comes with a model runs is the caller's to say.
+    # A checkpoint may come from anyone, so only the caller decides whether a model's own code may run.
     section = replace(recipe.model, trust_remote_code=trust_remote_code)
     reader, dtype = Reader.open(checkpoint), DTYPES[section.precision]
     writing = _begin(out)
@@ -48,7 +48,7 @@ def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_cod
 
 
 def trained_model(checkpoint: Path, recipe: Recipe) -> PreTrainedModel:
-    """The model of a checkpoint in memory, ready to run; adapters are merged."""
+    """The model of a checkpoint in memory, ready to run, with adapters merged."""
     reader, dtype = Reader.open(checkpoint), DTYPES[recipe.model.precision]
     if recipe.model.lora is not None:
         return _merged(reader, recipe.model, recipe.train.seed, dtype)
@@ -76,7 +76,7 @@ def _begin(out: Path) -> Path:
 
 
 def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with every weight from the checkpoint; nothing is initialised first."""
+    """The model with every weight from the checkpoint, without initialising any first."""
     config = load_config(section)
     with torch.device("meta"):
         model = BUILDERS[section.task].from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
@@ -100,7 +100,7 @@ def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTraine
 
 
 def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
-    """Base and adapters as one model; merged in fp32, then cast. Of 4 bits: what they stood for in training."""
+    """Base and adapters merged in fp32, then cast. A 4-bit base is dequantized first, as it was used in training."""
     model: Any = build_model(section, seed, dequantized=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -110,7 +110,7 @@ def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> Pr
 
 
 def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtype, out: Path) -> None:
-    """What peft's `PeftModel.from_pretrained` loads onto the base."""
+    """Write the adapter as peft's `PeftModel.from_pretrained` loads it."""
     from peft import LoraConfig
 
     weights = {_adapter_name(name): reader.full(name, WEIGHT).to(dtype) for name in sorted(reader.index)}
@@ -130,12 +130,12 @@ def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtyp
 
 
 def _adapter_name(name: str) -> str:
-    """A parameter's name as peft writes it."""
+    """Name of a parameter in peft's files (peft 0.21.2 leaves out the adapter's name)."""
     return name.replace(TRAINED_WHOLE, ".").replace(".default.", ".")
 
 
 def _write_tokenizer(recipe: Recipe, out: Path, trust_remote_code: bool) -> None:
-    """Beside the weights, where the run had one that can be saved; bytes need none."""
+    """Write the tokenizer beside the weights, if the run had one that can be saved; `bytes` needs none."""
     source = recipe.data.tokenizer or recipe.model.path
     if source is None or source == "bytes":
         return

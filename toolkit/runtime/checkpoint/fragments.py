@@ -1,7 +1,7 @@
-"""What a rank holds of the training state, in terms that no strategy owns.
+"""A rank's part of the training state, in terms that are independent of the strategy.
 
-A fragment is a view of the memory that the optimizer works on: fill it, and the state is loaded. An engine offers
-fragments under Hugging Face names; the checkpoint knows nothing else about it.
+A fragment is a view of the memory that the optimizer updates: filling it loads the state. An engine offers fragments
+under Hugging Face names; a checkpoint knows nothing else about the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
 
 WEIGHT = "weight"
-"""Kind of the fp32 master; optimizer states have the optimizer's own names."""
+"""Kind of the fp32 master. Kinds of optimizer states have the optimizer's own names."""
 BUFFER = "buffer"
 """Kind of a persistent buffer of the model."""
 
@@ -30,41 +30,41 @@ class Fragment:
     kind: str
     """`weight`, `buffer`, or an optimizer state such as `exp_avg`."""
     shape: tuple[int, ...]
-    """Of the full parameter."""
+    """Shape of the full parameter."""
     region: Region
-    """Which elements of the full parameter."""
+    """Elements of the full parameter."""
     tensor: torch.Tensor
-    """The elements, flat: a view, so that writing to it changes the state."""
+    """The elements, flat. A view: writing to it changes the state."""
     copy: int = 0
-    """This rank's number among those that hold the same elements; from `copies` on, others save them."""
+    """Index of this rank among those that hold the same elements; `copies` if only other ranks save them."""
     copies: int = 1
-    """Ranks that hold the same elements."""
+    """Number of ranks that hold the same elements."""
 
 
 class Stateful(Protocol):
-    """What an engine offers to checkpoints."""
+    """State of an engine, as checkpoints read and write it."""
 
     def fragments(self) -> Iterator[Fragment]:
-        """Everything that this rank holds."""
+        """All fragments that this rank holds."""
 
     def drain(self) -> None:
-        """Before `fragments` are saved: bring what is under way between ranks to an end. Collective."""
+        """Before `fragments` are saved: finish communication in transit between ranks. Collective."""
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
-        """Make room for optimizer states (parameter → kinds) after `steps` updates, so that they can be filled."""
+        """Allocate optimizer states (parameter → kinds) after `steps` updates, so that they can be filled."""
 
     def refresh(self) -> None:
-        """Bring what is derived from masters (16-bit copies, other ranks' copies) up to date. Collective."""
+        """Update everything derived from masters: 16-bit copies, copies on other ranks. Collective."""
 
     def counters(self) -> dict[str, float]:
-        """Numbers beside the tensors: updates done, learning-rate step, loss scale."""
+        """Scalars of the state: updates done, learning-rate step, loss scale."""
 
     def set_counters(self, counters: dict[str, float]) -> None:
-        """Go on from these numbers."""
+        """Continue from these counters."""
 
 
 def share(fragments: Iterable[Fragment]) -> list[Fragment]:
-    """What this rank writes: all that it alone holds, and its part of what others hold too."""
+    """The fragments that this rank writes: its own, and its part of those that other ranks hold too."""
     by_copies: dict[tuple[int, int], list[Fragment]] = {}
     for fragment in fragments:
         by_copies.setdefault((fragment.copy, fragment.copies), []).append(fragment)
@@ -75,7 +75,7 @@ def share(fragments: Iterable[Fragment]) -> list[Fragment]:
 
 
 def _part(same: list[Fragment], copy: int, copies: int) -> Iterator[Fragment]:
-    """The `copy`-th of `copies` equal parts of fragments laid end to end, kinds of one piece kept together."""
+    """The `copy`-th of `copies` equal parts of concatenated fragments; kinds of one piece stay together."""
     pieces: dict[tuple[str, Region], list[Fragment]] = {}
     for fragment in same:
         pieces.setdefault((fragment.name, fragment.region), []).append(fragment)
@@ -84,7 +84,7 @@ def _part(same: list[Fragment], copy: int, copies: int) -> Iterator[Fragment]:
     begin = 0
     for kinds in pieces.values():
         number, count = kinds[0].tensor.numel(), len(kinds)
-        # In whole elements of the piece; both neighbours round alike, so that nothing is lost or doubled.
+        # Rounded to complete elements of the piece, equally on neighbouring ranks: nothing is lost or written twice.
         start = min(max(-(-(low - begin) // count), 0), number)
         stop = min(max(-(-(high - begin) // count), 0), number)
         begin += number * count
@@ -107,17 +107,17 @@ class Held:
     master: torch.Tensor
     """The optimizer's own tensor: one parameter, or a flat partition of many."""
     start: int
-    """Where the elements begin in it."""
+    """Where the elements start in `master`."""
 
     def view(self, like_master: torch.Tensor) -> torch.Tensor:
-        """The elements in a tensor laid out as the master."""
+        """These elements of a tensor that is laid out like the master."""
         return like_master.detach().view(-1)[self.start : self.start + element_runs.size(self.region)]
 
 
 def held_fragments(
     held: Iterable[Held], states: dict[torch.Tensor, dict[str, Any]], copy: int = 0, copies: int = 1
 ) -> Iterator[Fragment]:
-    """Masters, and every optimizer state of the same layout."""
+    """Fragments of masters and of every optimizer state with the same layout."""
     for item in held:
         tensors = {WEIGHT: item.master}
         for key, value in states.get(item.master, {}).items():

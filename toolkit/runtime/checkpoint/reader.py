@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any engine: each rank takes the elements that it holds, whoever wrote them."""
+"""Read a checkpoint into any engine: each rank reads the elements that it holds, whichever rank wrote them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.runtime.distributed.process_group import gather_objects
 
 
 def verify_together(path: Path, rank: int, size: int) -> list[Problem]:
-    """Every fault of a checkpoint, each file hashed by one of the ranks; the same answer on all of them."""
+    """All problems of a checkpoint, equal on every rank; each file is hashed by one rank. Collective."""
     try:
         names = sorted(fmt.read_manifest(path)[0])
     except BadInput:
@@ -28,12 +28,12 @@ def verify_together(path: Path, rank: int, size: int) -> list[Problem]:
     found = fmt.faults(path, names[rank::size])
     if rank == 0:
         found = fmt.layout_faults(path) + found
-    return list(dict.fromkeys(fault for faults in gather_objects(found) for fault in faults))
+    return list(dict.fromkeys(problem for problems in gather_objects(found) for problem in problems))
 
 
 @dataclass
 class Reader:
-    """An open checkpoint whose bytes were verified."""
+    """An open checkpoint whose files have been verified."""
 
     path: Path
     index: fmt.Index
@@ -41,7 +41,7 @@ class Reader:
 
     @classmethod
     def open(cls, path: Path) -> Reader:
-        """Read index and state; the caller has verified the manifest."""
+        """Read index and state; the caller must have verified the files."""
         files, _ = fmt.read_manifest(path)
         state = fmt.parse_state(fmt.read_small(path / fmt.STATE))
         return cls(path, fmt.parse_index(fmt.read_small(path / fmt.INDEX), files), state)
@@ -50,7 +50,7 @@ class Reader:
         self._files: dict[str, Any] = {}
 
     def read(self, name: str, kind: str, region: Region) -> torch.Tensor:
-        """These elements of a parameter's state, flat."""
+        """These elements of a parameter's state, as a flat tensor."""
         parameter = self.index[name]
         result: torch.Tensor | None = None
         filled = 0
@@ -72,7 +72,7 @@ class Reader:
         return result
 
     def full(self, name: str, kind: str) -> torch.Tensor:
-        """A whole parameter's state in its shape."""
+        """The complete state of a parameter in its shape."""
         shape = self.index[name].shape
         numel = 1
         for n in shape:
@@ -80,7 +80,7 @@ class Reader:
         return self.read(name, kind, element_runs.flat(0, numel)).view(shape) if numel else torch.zeros(shape)
 
     def generators(self, rank: int) -> dict[str, torch.Tensor]:
-        """The random generators that a rank had; empty if there was no such rank."""
+        """State of the random generators of a rank; empty if the saved run had no such rank."""
         name = f"rank-{rank:05d}-0.safetensors"
         if not (self.path / name).is_file():
             return {}
@@ -107,7 +107,7 @@ class Reader:
 
 
 def load(reader: Reader, engine: Stateful, rank: int) -> None:
-    """Fill an engine's state; afterwards it stands where the writer stood."""
+    """Load the checkpoint into an engine: weights, optimizer states, counters, random generators. Collective."""
     wanted = {fragment.name: fragment.shape for fragment in engine.fragments()}
     _check_same_model(reader, gather_objects(wanted))
     kinds = {name: parameter.kinds() for name, parameter in reader.index.items()}
@@ -133,12 +133,12 @@ def _fill(fragment: Fragment, value: torch.Tensor) -> None:
 
 
 def _check_same_model(reader: Reader, by_rank: list[dict[str, tuple[int, ...]]]) -> None:
-    """Names and shapes must be those of the checkpoint, over all ranks."""
+    """`BadInput` unless names and shapes over all ranks equal those of the checkpoint."""
     wanted: Mapping[str, tuple[int, ...]] = {name: shape for ranks in by_rank for name, shape in ranks.items()}
     problems = list(_differences(reader.index, wanted))
     if problems:
         shown = problems[:5] + ([Problem("...", f"{len(problems) - 5} more")] if len(problems) > 5 else [])
-        raise BadInput(f"{reader.path} is of another model than the recipe's", shown)
+        raise BadInput(f"{reader.path} holds another model than the recipe's", shown)
 
 
 def _differences(index: fmt.Index, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:

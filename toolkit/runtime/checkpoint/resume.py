@@ -20,47 +20,47 @@ Say = Callable[[str], object]
 
 
 def find(section: Checkpoint, own: Path, world: World, say: Say) -> Reader | None:
-    """The checkpoint to go on from, verified on all ranks; None: start anew."""
+    """The checkpoint to resume from, verified on all ranks; None to start from scratch. Collective."""
     if section.resume == "none":
         return None
-    reader = _newest_whole(own, world, say, set_aside=True)
+    reader = _newest_complete(own, world, say, set_aside=True)
     if reader is not None or section.resume == "auto":
         return reader
     given = Path(section.resume)
     if broadcast_object(_is_checkpoint(given)):
-        faults = checkpoint_reader.verify_together(given, world.rank, world.size)
-        if faults:
-            raise BadInput(f"{given} is damaged", faults)
+        problems = checkpoint_reader.verify_together(given, world.rank, world.size)
+        if problems:
+            raise BadInput(f"{given} is damaged", problems)
         return _opened(given, say)
     roots = [root for root in (given / "checkpoints", given) if root.is_dir()]
-    reader = _newest_whole(roots[0], world, say, set_aside=False) if roots else None
+    reader = _newest_complete(roots[0], world, say, set_aside=False) if roots else None
     if reader is None:
         raise BadInput("checkpoint.resume", f"{given} holds no checkpoint; give auto, none, a checkpoint or a run")
     return reader
 
 
-def _newest_whole(root: Path, world: World, say: Say, *, set_aside: bool) -> Reader | None:
-    """Newest first; what is damaged is named, and the one before it is tried."""
+def _newest_complete(root: Path, world: World, say: Say, *, set_aside: bool) -> Reader | None:
+    """The newest complete checkpoint; damaged ones are reported and skipped."""
     damaged: list[Problem] = []
     for step in broadcast_object(store.steps(root)):
         path = store.path_of(root, step)
-        faults = checkpoint_reader.verify_together(path, world.rank, world.size)
-        if not faults:
+        problems = checkpoint_reader.verify_together(path, world.rank, world.size)
+        if not problems:
             return _opened(path, say)
-        damaged.extend(Problem(f"{path.name}/{fault.where}", fault.what) for fault in faults)
-        say(f"checkpoint {path} is damaged and not used: {faults[0]}")
+        damaged.extend(Problem(f"{path.name}/{problem.where}", problem.what) for problem in problems)
+        say(f"skipping damaged checkpoint {path}: {problems[0]}")
         if set_aside and world.rank == 0:
             aside = store.set_aside(path)
             say(f"it is kept as {aside}")
     if damaged:
         fix = Problem("checkpoint.resume", "set it to `none` in a new run directory to start again")
-        raise BadInput(f"{root}: no checkpoint is whole", [*damaged, fix])
+        raise BadInput(f"{root}: all checkpoints are damaged", [*damaged, fix])
     return None
 
 
 def _opened(path: Path, say: Say) -> Reader:
     reader = Reader.open(path)
-    say(f"going on from {path} (step {reader.state['step']}), every byte verified")
+    say(f"resuming from {path} (step {reader.state['step']}), checksums verified")
     return reader
 
 
@@ -71,7 +71,7 @@ def _is_checkpoint(path: Path) -> bool:
 def resume(
     reader: Reader, state: Stateful, order: SampleOrder, recipe: Recipe, world: World
 ) -> tuple[int, SampleOrder]:
-    """Load; the steps that are done, and the order that goes on at the next sample."""
+    """Load a checkpoint; return the number of steps done and the order that continues at the next sample."""
     saved = reader.state
     problems = []
     if saved["optimizer"] != recipe.train.optimizer:
@@ -84,7 +84,7 @@ def resume(
         )
         problems.append(Problem("data", what))
     if BELOW in saved["counters"] and BELOW not in state.counters():
-        what = "made by islands that share steps out (train.outer.mode async): go on with them, or export it and "
+        what = "made by asynchronous islands (train.outer.mode async): resume with them, or export it and "
         problems.append(Problem("checkpoint.resume", f"{what}start from model.path"))
     if problems:
         raise BadInput(str(reader.path), problems)

@@ -1,4 +1,7 @@
-"""Safetensors files written straight from the tensors' memory, hashed on the way, synced to the disk."""
+"""Write safetensors files directly from the tensors' memory, hash them while writing, and sync them to the disk.
+
+`safetensors.save_file` (0.5 and later) copies tensors first, and neither hashes nor syncs nor reports progress.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ _DTYPES = {
 
 
 def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Length and JSON that come before the data."""
+    """The header of a safetensors file: length and JSON."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, tensor in tensors.items():
@@ -41,7 +44,7 @@ def header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | No
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8
+    text += b" " * (-len(text) % 8)  # data must start at a multiple of 8
     return len(text).to_bytes(8, "little") + text
 
 
@@ -52,14 +55,14 @@ def write(
     *,
     tick: Callable[[], object] = bool,
 ) -> FileEntry:
-    """Write a file; while a chunk goes to the disk, another thread hashes it. `tick` is called after each chunk."""
+    """Write a file; another thread hashes each chunk while it is written. `tick` is called after each chunk."""
     digest, size = hashlib.sha256(), 0
     with ThreadPoolExecutor(1) as hasher, path.open("wb", buffering=0) as file:
         pending = None
         for chunk in _chunks(tensors, metadata):
             hashed = hasher.submit(digest.update, chunk)
             view = memoryview(chunk)
-            while view:  # a raw write may take less than all
+            while view:  # a raw write may write only a part
                 view = view[file.write(view) or 0 :]
             size += len(chunk)
             if pending is not None:

@@ -1,4 +1,4 @@
-"""Formats: from rows of a table to token ids, a batch of rows at a time."""
+"""Data formats: rows of a table to token ids, one batch of rows at a time."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ Rows = Mapping[str, Sequence[Any]]
 
 @dataclass
 class Encoded:
-    """What a batch of rows became."""
+    """Token ids of a batch of rows."""
 
     documents: list[np.ndarray] = field(default_factory=list)
     counted: list[np.ndarray] = field(default_factory=list)
-    """For each document, where not every token counts."""
+    """For each document, which tokens the loss counts; empty if all."""
     targets: list[np.ndarray] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     empty: int = 0
     unanswered: int = 0
     unrolled: int = 0
-    faults: list[tuple[int, str]] = field(default_factory=list)
-    """Rows that can't be read, and why."""
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    """(row, why it can't be read)."""
 
 
 class Format(Protocol):
-    """How rows are read."""
+    """Reads rows of one data format."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns that must be there."""
+        """Required columns."""
 
     def encode(self, rows: Rows) -> Encoded:
-        """Token ids of some rows."""
+        """Token ids of a batch of rows."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Text:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The text."""
+        """The text column."""
         return (self.column,)
 
     def encode(self, rows: Rows) -> Encoded:
@@ -67,14 +67,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Answers:
-    """Documents in which some segments count: conversations and instructions."""
+    """Documents of which the loss counts some segments: conversations and instructions."""
 
     tokenizer: Tokenizer
     section: Data
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Messages, or prompt and response."""
+        """The messages column, or the prompt, response and context columns."""
         if self.section.format == "chat":
             return (self.section.messages_column,)
         context = (self.section.context_column,) if self.section.context_column else ()
@@ -84,9 +84,9 @@ class Answers:
         found = Encoded()
         for number in range(len(rows[self.columns[0]])):
             messages = self._messages({name: values[number] for name, values in rows.items()})
-            fault = _message_fault(messages)
-            if fault:
-                found.faults.append((number, fault))
+            problem = _message_problem(messages)
+            if problem:
+                found.problems.append((number, problem))
             elif not messages:
                 found.empty += 1
             else:
@@ -105,8 +105,8 @@ class Answers:
     def _add(self, found: Encoded, number: int, messages: list[Any], tools: Any) -> None:
         try:
             documents, unrolled = self._documents(messages, tools)
-        except Exception as error:  # templates are programs of their own: they raise what they like
-            found.faults.append((number, first_line(error)))
+        except Exception as error:  # templates are programs and may raise anything
+            found.problems.append((number, first_line(error)))
             return
         found.unanswered += not documents
         found.unrolled += unrolled
@@ -130,16 +130,16 @@ class Answers:
 
 @dataclass(frozen=True)
 class Classes:
-    """Texts with a class each."""
+    """Texts with one class each."""
 
     tokenizer: Tokenizer
     section: Data
     names: tuple[str, ...] = ()
-    """Names of classes, where labels are not numbers."""
+    """Names of classes, if labels are not numbers."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Text and label."""
+        """The text and label columns."""
         return (self.section.text_column, self.section.label_column)
 
     def encode(self, rows: Rows) -> Encoded:
@@ -147,7 +147,7 @@ class Classes:
         for number, (text, label) in enumerate(zip(*(rows[name] for name in self.columns), strict=True)):
             place = label_number(label, self.names)
             if place is None:
-                found.faults.append((number, f"label {label!r} is no class: a whole number or a name is required"))
+                found.problems.append((number, f"label {label!r} is not a class: an integer or a name is required"))
             elif not text:
                 found.empty += 1
             else:
@@ -159,14 +159,14 @@ class Classes:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Texts with the text that each is to be turned into."""
+    """Texts with one target text each."""
 
     tokenizer: Tokenizer
     section: Data
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Prompt and response."""
+        """The prompt and response columns."""
         return (self.section.prompt_column, self.section.response_column)
 
     def encode(self, rows: Rows) -> Encoded:
@@ -189,17 +189,17 @@ def make_format(section: Data, tokenizer: Tokenizer, names: tuple[str, ...] = ()
         return Classes(tokenizer, section, names)
     if section.format == "seq2seq":
         return Pairs(tokenizer, section)
-    raise BadInput("data.format", f"{section.format} is not made of text")
+    raise BadInput("data.format", f"{section.format} is not a text format")
 
 
 def label_number(label: Any, names: Sequence[str]) -> int | None:
-    """A label as a number; None if it is no class."""
+    """A label as a number; None if it is not a class."""
     if names:
         return names.index(str(label)) if str(label) in names else None
     return int(label) if isinstance(label, int | np.integer) else None
 
 
-def _message_fault(messages: Any) -> str:
+def _message_problem(messages: Any) -> str:
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         return f"{type(messages).__name__} found; a list of messages with role and content is required"
     for place, message in enumerate(messages):
@@ -211,24 +211,24 @@ def _message_fault(messages: Any) -> str:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables fill keys that a row does not have with nothing: templates must not see them."""
+    """Remove null values: tables fill keys that a row lacks with null, and templates must not see them."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 Segment = tuple[str, bool]
-"""Text, and whether the loss counts it."""
+"""(text, whether the loss counts it)."""
 
 
 def conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None
 ) -> tuple[list[list[Segment]], bool]:
-    """A conversation as documents, each a list of segments; and whether it had to be unrolled.
+    """(documents of a conversation as lists of segments, whether it was unrolled).
 
-    One document, if the template renders a beginning of the conversation as the beginning of the whole. Some rewrite
-    earlier turns (they drop what the assistant thought): then each turn of the assistant is a document of its own,
-    exactly as it will be when the model is asked.
+    One document if the template renders every beginning of the conversation as a beginning of the full text. Some
+    templates rewrite earlier turns (they drop the assistant's reasoning). Then each assistant turn becomes a document
+    of its own, exactly as the model will see it at inference.
     """
     turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
@@ -241,10 +241,10 @@ def conversation(
 
 
 def _cut(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None) -> tuple[str, str]:
-    """What stands before the last message, an answer, and the answer."""
+    """(text before the last message, text of the last message, which is an answer)."""
     text = tokenizer.render(messages, tools, prompt=False)
     before = tokenizer.render(messages[:-1], tools, prompt=True)
-    if not text.startswith(before):  # the prompt opens what finished turns do not show, e.g. a place to think
+    if not text.startswith(before):  # the generation prompt adds text that finished turns lack, such as a reasoning tag
         before = tokenizer.render(messages[:-1], tools, prompt=False)
     if not text.startswith(before):
         raise ValueError("the chat template does not render a beginning of a conversation as a beginning of its text")

@@ -1,4 +1,4 @@
-"""Where rows come from: local files, Hugging Face data sets, the machine's own Python sources."""
+"""Sources of rows: local files, Hugging Face data sets, synthetic rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def content_key(section: Data, path: str) -> str:
-    """Changes when the content does."""
+    """A key that changes when the content of a source changes."""
     if path == "synthetic":
         return f"synthetic {section.format}"
     files = data_files(path)
@@ -35,7 +35,7 @@ def content_key(section: Data, path: str) -> str:
 
 
 def read_rows(section: Data, path: str, work: Path) -> Any:
-    """The rows of a source as a `datasets.Dataset`; what it writes on the way goes into `work`."""
+    """The rows of a source as a `datasets.Dataset`; temporary files go into `work`."""
     import datasets
 
     if path == "synthetic":
@@ -54,7 +54,7 @@ def read_rows(section: Data, path: str, work: Path) -> Any:
 
 
 def need_columns(rows: Any, columns: Sequence[str], source: str) -> None:
-    """`BadInput` that lists what there is if a column is missing."""
+    """`BadInput`, with the columns that exist, if a column is missing."""
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise BadInput(
@@ -65,7 +65,7 @@ def need_columns(rows: Any, columns: Sequence[str], source: str) -> None:
 
 
 def _texts(files: list[Path], column: str, work: Path) -> Any:
-    """One document a file."""
+    """One document per file."""
     import datasets
 
     def documents(paths: list[str]) -> Iterator[dict[str, str]]:
@@ -86,7 +86,7 @@ def _table(kind: str, files: list[Path], work: Path) -> Any:
         if kind == "arrow":
             return datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names])
         return datasets.load_dataset(kind, data_files=names, split="train", cache_dir=str(work))
-    except Exception as error:  # datasets raises its readers' own errors: of pandas, pyarrow, json
+    except Exception as error:  # datasets raises errors of its readers: pandas, pyarrow, json
         if kind == "json":
             _find_broken_line(files)
         where = names[0] if len(names) == 1 else f"{names[0]} … ({len(names)} files)"
@@ -94,7 +94,7 @@ def _table(kind: str, files: list[Path], work: Path) -> Any:
 
 
 def _find_broken_line(files: list[Path]) -> None:
-    """Name the first line that is no JSON."""
+    """`BadInput` with the first line that is not a JSON object."""
     for file in files:
         if file.suffix != ".jsonl":
             continue
@@ -102,9 +102,9 @@ def _find_broken_line(files: list[Path]) -> None:
             for number, line in enumerate(lines, 1):
                 try:
                     if line.strip() and not isinstance(json.loads(line), dict):
-                        raise BadInput("data.path", f"{file}, line {number}: one JSON object a line is required")
+                        raise BadInput("data.path", f"{file}, line {number}: one JSON object per line is required")
                 except json.JSONDecodeError as error:
-                    what = f"{error.msg} at column {error.colno}; mend or remove the line"
+                    what = f"{error.msg} at column {error.colno}; correct or remove the line"
                     raise BadInput("data.path", f"{file}, line {number} can't be read as JSON: {what}") from None
 
 
@@ -122,14 +122,14 @@ def _hub(path: str) -> Any:
     name, _, part = path.partition(":")
     try:
         return datasets.load_dataset(name, part or None, split="train")
-    except Exception as error:  # network, permissions, missing: each library its own class
+    except Exception as error:  # network, permissions, missing files: each library has its own class
         raise BadInput(
-            "data.path", f"{path} is no local file and can't be loaded from the hub: {deepest(error)}"
+            "data.path", f"{path} is not a local file and can't be loaded from the hub: {deepest(error)}"
         ) from None
 
 
 def deepest(error: BaseException) -> str:
-    """The first line of the error that began it."""
+    """The first line of the error at the end of the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error)
@@ -141,7 +141,7 @@ SOUNDS = ("meow", "woof", "hoot", "yip")
 
 
 def synthetic_rows(kind: str, count: int = COUNT) -> list[dict[str, Any]]:
-    """Rows with the columns that recipes have by default."""
+    """Synthetic rows of a format, with the default column names."""
     return [_ROWS[kind](number) for number in range(count)]
 
 
@@ -169,7 +169,7 @@ def _class(number: int) -> dict[str, Any]:
 
 
 def _image(number: int) -> dict[str, Any]:
-    """A square of one of a few colours, with noise."""
+    """A noisy square in one of four colours."""
     from PIL import Image
 
     colours = np.random.default_rng(number).integers(0, 60, (16, 16, 3), dtype=np.uint8)

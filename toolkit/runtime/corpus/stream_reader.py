@@ -1,7 +1,7 @@
-"""Rows of sources that are read while a run trains: a block at a time, shuffled, from any place that was noted.
+"""Rows of sources that are read during training: one shuffled block at a time, from any recorded position.
 
-A block depends on the seed and on where it begins, and on nothing that was read before: a run goes on from the
-beginning of a block. Rows before it are passed over without being tokenised, files before it are not opened.
+A block depends only on the seed and on where it starts, not on what was read before. So a run resumes at the start of a
+block: rows before it are skipped without tokenising, and files before it are not opened.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from toolkit.runtime.corpus import sources
 from toolkit.runtime.corpus.formats import Format
 
 BLOCK_ROWS = 10_000
-"""Rows that are shuffled together; files come in another order each time."""
+"""Rows that are shuffled together."""
 BATCH_ROWS = 100
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Where reading goes on in a source."""
+    """The next row of a source."""
 
     turn: int = 0
-    """How often the source was read to its end."""
+    """Number of complete passes over the source."""
     shard: int = 0
-    """Files behind it in this turn."""
+    """Number of files read completely in this pass."""
     rows: int = 0
-    """Rows behind it in this file."""
+    """Number of rows read in this file."""
 
     def words(self) -> str:
-        """For a person."""
-        again = f", time {self.turn + 1} through the source" if self.turn else ""
+        """A description for the log."""
+        again = f", pass {self.turn + 1}" if self.turn else ""
         return f"row {self.rows + 1:,} of file {self.shard + 1:,}{again}"
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a block begins."""
+    """Where a block starts."""
 
     block: int
     places: tuple[StreamPosition, ...]
-    """Of each source."""
+    """Position in each source."""
 
 
 class Source:
-    """One source, again and again; each turn, its files come in another order."""
+    """Endless passes over one source; each pass reads its files in another order."""
 
     def __init__(self, rows: Any, seed: Sequence[int], place: StreamPosition) -> None:
         self._dataset = rows
@@ -61,7 +61,7 @@ class Source:
         self._coming = self._read()
 
     def take(self, count: int, *, past_end: bool) -> list[Row]:
-        """The next rows; without `past_end` no more than this turn has."""
+        """The next rows; without `past_end`, only up to the end of this pass."""
         found: list[Row] = []
         while len(found) < count:
             row = next(self._coming)
@@ -72,7 +72,7 @@ class Source:
         return found
 
     def _read(self) -> Iterator[Row | None]:
-        """Rows, and None where a turn ends."""
+        """Rows, and None at the end of each pass."""
         shards = int(self._dataset.num_shards)
         while True:
             turn = self.place.turn
@@ -104,11 +104,11 @@ class Blocks:
 
     @property
     def start(self) -> Start:
-        """Where the next block begins."""
+        """Where the next block starts."""
         return Start(self._block, tuple(source.place for source in self._sources))
 
     def take(self) -> list[Row]:
-        """The next block; of a single source, one that ends with the source."""
+        """The next block; with a single source, it ends at the latest with the pass."""
         random = np.random.default_rng([self._seed, self._block])
         if len(self._sources) == 1:
             rows = self._sources[0].take(BLOCK_ROWS, past_end=False)
@@ -123,7 +123,7 @@ class Blocks:
 def open_blocks(
     section: Data, weights: Mapping[str, float], reader: Format, seed: int, start: Start | None = None
 ) -> Blocks:
-    """The blocks of a recipe's sources, from the beginning or from where one began."""
+    """The blocks of a recipe's sources, from the beginning or from the start of a block."""
     start = start or Start(0, (StreamPosition(),) * len(weights))
     found = [
         Source(_columns(_open(section, name), section, reader, name), (seed, number), place)
@@ -133,7 +133,7 @@ def open_blocks(
 
 
 def batched(rows: Sequence[Row]) -> Iterator[dict[str, list[Any]]]:
-    """Columns of some rows at a time; a source that lacks a column that another has gives None for it."""
+    """Batches of rows as columns; None where a source lacks a column that another has."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     for low in range(0, len(rows), BATCH_ROWS):
         some = rows[low : low + BATCH_ROWS]
@@ -156,11 +156,13 @@ def _open(section: Data, source: str) -> Any:
         name, _, part = source.partition(":")
         try:
             return datasets.load_dataset(name, part or None, split="train", streaming=True)
-        except Exception as error:  # network, permissions, missing: each library its own class
+        except Exception as error:  # network, permissions, missing files: each library has its own class
             raise BadInput("data.path", f"{source} can't be streamed from the hub: {sources.deepest(error)}") from None
     kinds = {TABLE_FORMATS.get(file.suffix) for file in files}
     if len(kinds) > 1:
-        raise BadInput("data.path", f"{source}: files of several kinds can't be streamed together; give each a weight")
+        raise BadInput(
+            "data.path", f"{source}: files of several formats can't be streamed together; give each a weight"
+        )
     (kind,) = kinds
     names = [str(file) for file in files]
     if kind is None:

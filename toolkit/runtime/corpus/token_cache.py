@@ -1,4 +1,4 @@
-"""Tokenised once: a directory keyed by content, tokenizer and settings, which every rank and run shares."""
+"""Token cache: directories keyed by content, tokenizer and settings, which all ranks and runs share."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from toolkit.runtime.corpus.tokenizer import Tokenizer
 from toolkit.runtime.distributed.rank_zero_first import OncePerHost
 
 VERSION = 1
-"""Changes when the same rows and settings would give other documents."""
+"""Increase it when equal rows and settings would give other documents."""
 ROWS_A_PROCESS = 2000
-"""Fewer are not worth another process."""
+"""Minimum number of rows per process."""
 BATCH_ROWS = 500
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """Documents of sources, made where they are missing."""
+    """Tokenised documents of sources, made if they are missing."""
 
     root: Path
     workers: int
     terminal: IO[str] | None = None
-    """Where a progress bar goes."""
+    """Where the progress bar is shown."""
 
     def key(self, section: Data, source: str, tokenizer: Tokenizer) -> str:
-        """Name of the directory that holds the documents of a source: it is there whole, or not at all."""
+        """Name of the directory with the documents of a source. It exists completely or not at all."""
         columns = (
             section.text_column, section.messages_column, section.prompt_column, section.response_column,
             section.context_column, section.label_column,
@@ -49,7 +49,7 @@ class TokenCache:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
     def make(self, path: Path, section: Data, source: str, tokenizer: Tokenizer) -> None:
-        """Tokenise a source; a crash on the way leaves nothing that looks like a cache."""
+        """Tokenise a source; a crash leaves nothing that looks like a finished directory."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             work = Path(tempfile.mkdtemp(prefix=f".writing-{path.name}-", dir=self.root))
@@ -58,7 +58,7 @@ class TokenCache:
         try:
             documents = self._tokenise(section, source, tokenizer, work / "rows")
             documents.save(work / "done")
-            with contextlib.suppress(OSError):  # somebody else was first: theirs is the same
+            with contextlib.suppress(OSError):  # another process was first, with the same result
                 os.rename(work / "done", path)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -90,7 +90,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[None]:
-        """The progress bars of `datasets` on the terminal, if there is one; else nowhere."""
+        """Show the progress bars of `datasets` on the terminal, if there is one."""
         import datasets
 
         shown = self.terminal is not None and self.terminal.isatty()
@@ -100,24 +100,24 @@ class TokenCache:
 
 
 def class_names(rows: Any, section: Data) -> tuple[str, ...]:
-    """Names of classes, if labels are names; sorted, unless the data set has an order of its own."""
+    """Sorted names of the classes if labels are strings; empty if labels are numbers."""
     sources.need_columns(rows, (section.label_column,), "the data")
     feature = rows.features[section.label_column]
     if getattr(feature, "names", None):
-        return ()  # its labels are numbers already
+        return ()  # `ClassLabel`: its labels are numbers already
     found = rows.unique(section.label_column)
     return tuple(sorted(found)) if all(isinstance(label, str) for label in found) else ()
 
 
 @dataclass(frozen=True)
 class _Encode:
-    """One batch of rows to one row of flat arrays: tables of numbers, not lists of lists."""
+    """Encodes a batch of rows as one row of flat arrays, which Arrow stores faster than nested lists."""
 
     reader: Format
 
     def __call__(self, rows: Any, numbers: list[int]) -> dict[str, list[Any]]:
         found = self.reader.encode(rows)
-        faults = [[numbers[place], what] for place, what in found.faults]
+        problems = [[numbers[place], what] for place, what in found.problems]
         return {
             "tokens": [_flat(found.documents, TOKEN)],
             "lengths": [_lengths(found.documents)],
@@ -125,7 +125,7 @@ class _Encode:
             "targets": [_flat(found.targets, TOKEN)],
             "target_lengths": [_lengths(found.targets)],
             "labels": [np.asarray(found.labels, np.int64)],
-            "told": [json.dumps([len(numbers), found.empty, found.unanswered, found.unrolled, faults[:5]])],
+            "counts": [json.dumps([len(numbers), found.empty, found.unanswered, found.unrolled, problems[:5]])],
         }
 
 
@@ -138,31 +138,30 @@ def _lengths(arrays: list[np.ndarray]) -> np.ndarray:
 
 
 def _collected(encoded: Any, source: str) -> Documents:
-    """All batches as one."""
+    """Concatenate all batches."""
     columns: dict[str, list[np.ndarray]] = {}
-    counts, faults = Counts(), []
+    counts, problems = Counts(), []
     for table in encoded.with_format("arrow").iter(64):
         for name in table.column_names:
-            if name != "told":
+            if name != "counts":
                 columns.setdefault(name, []).extend(
                     chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table[name].chunks
                 )
-        for told in table["told"].to_pylist():
-            rows, empty, unanswered, unrolled, found = json.loads(told)
+        for batch in table["counts"].to_pylist():
+            rows, empty, unanswered, unrolled, found = json.loads(batch)
             counts = Counts(
                 counts.rows + rows, counts.empty + empty, counts.unanswered + unanswered, counts.unrolled + unrolled
             )
-            faults += found
-    if faults:
-        problems = [Problem(f"row {number + 1}", what) for number, what in faults[:5]]
-        raise BadInput(f"data.path: {source}", problems)
-    whole = {name: np.concatenate(parts) for name, parts in columns.items()}
-    targets = Documents(whole["targets"], _bounds(whole["target_lengths"])) if len(whole["targets"]) else None
+            problems += found
+    if problems:
+        raise BadInput(f"data.path: {source}", [Problem(f"row {number + 1}", what) for number, what in problems[:5]])
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    targets = Documents(joined["targets"], _bounds(joined["target_lengths"])) if len(joined["targets"]) else None
     return Documents(
-        tokens=whole["tokens"],
-        bounds=_bounds(whole["lengths"]),
-        counted=whole["counted"] if len(whole["counted"]) else None,
-        labels=whole["labels"] if len(whole["labels"]) else None,
+        tokens=joined["tokens"],
+        bounds=_bounds(joined["lengths"]),
+        counted=joined["counted"] if len(joined["counted"]) else None,
+        labels=joined["labels"] if len(joined["labels"]) else None,
         targets=targets,
         counts=counts,
     )
@@ -173,9 +172,9 @@ def _bounds(lengths: np.ndarray) -> np.ndarray:
 
 
 def find_or_make(
-    cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, together: OncePerHost
+    cache: TokenCache, section: Data, source: str, tokenizer: Tokenizer, once_per_host: OncePerHost
 ) -> Documents:
-    """The documents of a source: one rank of a host makes them if they are missing, the others wait for it."""
-    path = cache.root / together.tell(lambda: cache.key(section, source, tokenizer))
-    together.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))
+    """The documents of a source. If they are missing, one rank per host makes them while the others wait."""
+    path = cache.root / once_per_host.from_rank_zero(lambda: cache.key(section, source, tokenizer))
+    once_per_host.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))
     return Documents.open(path)

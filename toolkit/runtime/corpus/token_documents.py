@@ -1,4 +1,4 @@
-"""Documents as token ids: flat arrays, in memory or mapped from disk, so that no code runs once a token."""
+"""Documents as token ids in flat arrays, in memory or memory-mapped, so that no Python code runs per token."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ TOKEN = np.int32
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of the rows of a source."""
+    """Statistics of the rows of a source."""
 
     rows: int = 0
-    """Rows, or files where a file is a document."""
+    """Number of rows, or of files if a file is a document."""
     empty: int = 0
-    """Without any text: left out."""
+    """Rows without text, which are left out."""
     unanswered: int = 0
-    """Conversations without a turn of the assistant, and prompts without a response: left out."""
+    """Conversations without an assistant turn and prompts without a response, which are left out."""
     unrolled: int = 0
-    """Conversations made into one document a turn, because the template rewrites earlier turns."""
+    """Conversations split into one document per turn, because the template rewrites earlier turns."""
 
     def notes(self) -> list[str]:
-        """What a user should know, in words."""
+        """Remarks for the user."""
         words = {
             "empty": "empty documents left out",
             "unanswered": "without an answer to learn from, left out",
-            "unrolled": "conversations made into one document a turn: their template rewrites earlier turns",
+            "unrolled": "conversations split into one document per turn: their template rewrites earlier turns",
         }
         return [f"{count:,} {text}" for name, text in words.items() if (count := getattr(self, name))]
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Token ids of all documents, one behind the other."""
+    """Token ids of all documents, concatenated."""
 
     tokens: np.ndarray
     bounds: np.ndarray
-    """Where each document begins in `tokens`, and the end."""
+    """Start of each document in `tokens`, then the number of tokens."""
     counted: np.ndarray | None = None
-    """For each token whether the loss counts its prediction; None: all do."""
+    """For each token, whether the loss counts its prediction; None: all."""
     labels: np.ndarray | None = None
     """The class of each document."""
     targets: Documents | None = None
-    """What each document is to be turned into (seq2seq)."""
+    """Target text of each document (seq2seq)."""
     names: tuple[str, ...] = ()
-    """Names of the classes, where the data has names and not numbers."""
+    """Names of the classes, if labels are names."""
     counts: Counts = field(default_factory=Counts)
 
     def __len__(self) -> int:
@@ -61,11 +61,11 @@ class Documents:
         return np.diff(self.bounds)
 
     def document(self, number: int) -> np.ndarray:
-        """The ids of one."""
+        """Token ids of one document."""
         return self.tokens[self.bounds[number] : self.bounds[number + 1]]
 
     def take(self, numbers: np.ndarray) -> Documents:
-        """Some of the documents, copied."""
+        """A copy of some documents."""
         lengths = self.lengths[numbers]
         spots = spread(self.bounds[:-1][numbers], lengths)
         return Documents(
@@ -90,7 +90,7 @@ class Documents:
 
     @classmethod
     def open(cls, directory: Path) -> Documents:
-        """What `save` wrote, mapped from disk."""
+        """Memory-map what `save` wrote."""
         meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
         arrays: dict[str, Any] = {
             path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in directory.glob("*.npy")
@@ -106,14 +106,14 @@ class Documents:
 
 
 def from_lists(documents: list[np.ndarray], **rest: Any) -> Documents:
-    """Documents of single arrays."""
+    """Documents from one array each."""
     bounds = np.concatenate([[0], np.cumsum([len(document) for document in documents])]).astype(np.int64)
     tokens = np.concatenate(documents).astype(TOKEN) if documents else np.zeros(0, TOKEN)
     return Documents(tokens, bounds, **rest)
 
 
 def spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`start, start + 1, …` for each start, `length` numbers each, in one array."""
+    """The numbers `start, start + 1, …` (`length` of them) for each start, concatenated."""
     ends = np.cumsum(lengths)
     offsets: np.ndarray = np.repeat(starts - (ends - lengths), lengths)
     found: np.ndarray = np.arange(len(offsets)) + offsets

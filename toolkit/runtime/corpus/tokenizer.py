@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, built in, or any of Hugging Face."""
+"""Tokenizers: UTF-8 bytes or any tokenizer of Hugging Face; training of a new one."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class Tokenizer(Protocol):
 
     @property
     def vocab(self) -> int:
-        """Ids are below this number."""
+        """Size of the vocabulary; ids are smaller."""
 
     @property
     def pad(self) -> int:
-        """Id that fills up a short sequence."""
+        """Padding id."""
 
     @property
     def end(self) -> int | None:
-        """Id that ends a document, if there is one."""
+        """Id of the end of a document, if there is one."""
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered."""
+        """Whether the tokenizer has a chat template."""
 
     @property
     def template_ends(self) -> bool:
-        """Whether a rendered conversation says itself where an answer ends."""
+        """Whether the chat template marks the end of an answer itself."""
 
     @property
     def identity(self) -> str:
-        """The same for tokenizers that give the same ids."""
+        """A string that is equal for tokenizers that give equal ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, and nothing else."""
+        """Ids of each text, without special tokens."""
 
     def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text with the marks that an encoder expects around it."""
+        """Ids of each text with the special tokens that an encoder expects."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
-        """A conversation as text; with `prompt`: up to where the assistant speaks next."""
+        """A conversation as text; `prompt` adds the start of the assistant's next turn."""
 
     def decode(self, ids: list[int]) -> str:
         """Ids back to text."""
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Bytes:
-    """UTF-8 bytes as they are; 256 ends a document and 257 pads."""
+    """UTF-8 bytes as ids; 256 ends a document and 257 is padding."""
 
     vocab: int = 258
     end: int = 256
@@ -78,7 +78,7 @@ class Bytes:
         return [np.concatenate([[self.end], ids, [self.end]]).astype(TOKEN) for ids in self.encode(texts)]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
-        """`<role>content` a line; what tools there are, and calls of them, as JSON."""
+        """One line `<role>content` per message; tools and tool calls as JSON."""
         lines = [f"<tools>{json.dumps(tools, ensure_ascii=False)}\n"] if tools else []
         for message in messages:
             calls = message.get("tool_calls")
@@ -178,19 +178,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CHECKED_BYTES = 1_000_000
-"""Text that the reported compression is measured on."""
+"""Length of the text on which compression is measured."""
 
 
 @dataclass(frozen=True)
 class Learned:
-    """How it went."""
+    """Result of training a tokenizer."""
 
     tokens: int
     bytes_per_token: float
 
 
 def train_tokenizer(path: str, column: str, vocab: int, out: Path) -> Learned:
-    """Learn from every document, save into `out`."""
+    """Train a byte-level BPE tokenizer on all documents and save it into `out`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What loading gives: samples to train on and to evaluate with, and what to know of them."""
+"""The result of data loading: samples to train on and to evaluate with, their order, and mixtures of sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.runtime.data.streaming import Streamed
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 HELD_OUT_SEED = 20
-"""Which documents are held out does not depend on the run's seed: runs with different seeds stay comparable."""
+"""Fixed, so that runs with different seeds hold out the same documents and stay comparable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,12 @@ class Dataset:
     documents: int = 0
     tokens: int = 0
     notes: tuple[str, ...] = ()
-    """What a user should know of the data."""
+    """Remarks about the data for the user."""
     tokenizer: Tokenizer | None = None
 
     @property
     def useful_fraction(self) -> float:
-        """Share of token positions that are not padding."""
+        """Fraction of token positions that are not padding."""
         return self.train.positions_used / max(self.train.positions, 1)
 
     def order(self, recipe: Recipe, global_batch: int) -> SampleOrder:
@@ -60,7 +60,7 @@ class Dataset:
 
 
 def split(count: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the documents to train on, and of those held out."""
+    """(indices of the documents to train on, indices of those held out)."""
     numbers = np.arange(count)
     held_out = min(max(round(fraction * count), 1), count - 1) if fraction > 0 else 0
     shuffled = np.random.default_rng(HELD_OUT_SEED).permutation(count)
@@ -76,43 +76,43 @@ def check_labels(labels: np.ndarray, num_labels: int, source: str) -> None:
         raise BadInput(
             "data.label_column",
             f"{source}, document {row}: label {bad} found; the model has {num_labels} classes, 0 to {num_labels - 1}; "
-            "set model.num_labels, or mend the labels",
+            "set model.num_labels, or correct the labels",
         )
 
 
 def mixed(parts: Sequence[Samples], weights: list[float]) -> Samples:
-    """Several sources as one, with a weight each."""
+    """Several sources as one, with one weight each."""
     return parts[0] if len(parts) == 1 else Mixture(parts, tuple(weights))
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several sources, one behind the other."""
+    """Several sources, concatenated."""
 
     parts: Sequence[Samples]
     weights: tuple[float, ...]
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Of all, if they differ."""
+        """Lengths of all samples, if they differ."""
         found = [part.lengths for part in self.parts]
         return np.concatenate([lengths for lengths in found if lengths is not None]) if found[0] is not None else None
 
     @property
     def positions(self) -> int:
-        """Of all."""
+        """Token positions that an epoch computes."""
         return sum(part.positions for part in self.parts)
 
     @property
     def positions_used(self) -> int:
-        """Of all."""
+        """Token positions that are not padding."""
         return sum(part.positions_used for part in self.parts)
 
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts)
 
     def width(self, indices: np.ndarray) -> int:
-        """The widest of the parts."""
+        """The largest width of the parts."""
         return max(part.width(own) for part, own, _ in self._split(indices))
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -125,7 +125,7 @@ class Mixture:
         return MicroBatch(**{"input_ids": None} | joined)
 
     def _split(self, indices: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
-        """Parts that these samples are of, their ids in the part, and their places in the batch."""
+        """For each part: the part, ids of its samples in it, and their positions in the batch."""
         first, found = 0, []
         for part in self.parts:
             places = np.flatnonzero((indices >= first) & (indices < first + len(part)))

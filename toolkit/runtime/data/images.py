@@ -1,4 +1,4 @@
-"""Images with a class each: a directory of classes, or a table with paths or bytes."""
+"""Images with one class each: a directory per class, or a table with paths or bytes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from toolkit.runtime.models.input_spec import InputSpec
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 Picture = str | bytes
-"""A path, or the bytes of a file."""
+"""A path, or the bytes of an image file."""
 THREADS = 4
 
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures, decoded when a batch needs them: decoding runs outside of Python's lock, several at a time."""
+    """Images, decoded when a batch needs them. Decoding releases the GIL, so several threads decode at a time."""
 
     pictures: Sequence[Picture]
     labels: np.ndarray
     prepare: Callable[[list[Any]], torch.Tensor]
-    """Decoded pictures to what the model takes."""
+    """Converts decoded images to the model's input."""
     tokens: int
-    """Patches of a picture, as the model sees it."""
+    """Number of patches of an image."""
     lengths: None = None
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS), repr=False, compare=False)
 
@@ -45,13 +45,13 @@ class Images:
 
     @property
     def positions(self) -> int:
-        """All are used."""
+        """Token positions that an epoch computes; all of them are used."""
         return len(self) * self.tokens
 
     positions_used = positions
 
     def width(self, indices: np.ndarray) -> int:
-        """Patches of a row."""
+        """Number of patches per image."""
         return self.tokens
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -60,26 +60,26 @@ class Images:
         return MicroBatch(None, labels, pixel_values=self.prepare(decoded))
 
     def take(self, numbers: np.ndarray) -> Images:
-        """Some of the pictures."""
+        """A subset of the images."""
         chosen = [self.pictures[number] for number in numbers]
         return Images(chosen, self.labels[numbers], self.prepare, self.tokens)
 
 
 def read_images(section: Data, path: str, takes: InputSpec, model_path: str | None) -> Images:
-    """All pictures of a source; `BadInput` names those that don't decode."""
+    """All images of a source; `BadInput` names those that can't be decoded."""
     pictures, labels = _folders(path) if image_folders(path) else _table(section, path)
     broken = [(where, what) for where, what in zip(range(len(pictures)), _checked(pictures), strict=True) if what]
     if broken:
         named = [Problem(_name(pictures[where], where), what) for where, what in broken[:5]]
-        raise BadInput(f"data.path: {path}: {len(broken)} of {len(pictures)} images don't decode", named)
+        raise BadInput(f"data.path: {path}: {len(broken)} of {len(pictures)} images can't be decoded", named)
     size = takes.image_size
     if size is None:
-        raise BadInput("model", "has no image_size in its config; data.format image-classification needs one that has")
+        raise BadInput("model", "has no image_size in its config, which data.format image-classification requires")
     return Images(pictures, np.asarray(labels), _processor(model_path, size), takes.patches or 1)
 
 
 def decode(picture: Picture) -> Any:
-    """A picture in colour."""
+    """Decode an image to RGB."""
     from PIL import Image
 
     with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as image:
@@ -87,7 +87,7 @@ def decode(picture: Picture) -> Any:
 
 
 def _folders(path: str) -> tuple[list[Picture], list[int]]:
-    """Class names are those of the directories, sorted."""
+    """Images of a directory per class; classes are numbered in the sorted order of the directories."""
     found = image_folders(path)
     return (
         [str(file) for files in found.values() for file in files],
@@ -110,12 +110,12 @@ def _table(section: Data, path: str) -> tuple[list[Picture], list[int]]:
         pictures = [_picture(value, path) for value in rows[section.image_column]]
     bad = [number for number, label in enumerate(labels) if label is None]
     if bad:
-        raise BadInput("data.label_column", f"{path}, row {bad[0] + 1}: a whole number or a name is required")
+        raise BadInput("data.label_column", f"{path}, row {bad[0] + 1}: an integer or a name is required")
     return pictures, [label for label in labels if label is not None]
 
 
 def _picture(value: Any, source: str) -> Picture:
-    """A path is relative to the table that names it."""
+    """An image of a table; its path is relative to the table's directory."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
@@ -126,18 +126,18 @@ def _picture(value: Any, source: str) -> Picture:
 
 
 def _checked(pictures: Sequence[Picture]) -> Iterable[str]:
-    """For each picture what is wrong with it, or nothing."""
+    """For each image the reason why it can't be decoded, or an empty string."""
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        yield from pool.map(_fault, pictures)
+        yield from pool.map(_problem, pictures)
 
 
-def _fault(picture: Picture) -> str:
+def _problem(picture: Picture) -> str:
     from PIL import UnidentifiedImageError
 
     try:
         decode(picture)
     except UnidentifiedImageError:
-        return "is no image of a known kind"
+        return "is not an image of a known format"
     except (OSError, SyntaxError, ValueError) as error:
         return str(error)
     return ""
@@ -148,14 +148,15 @@ def _name(picture: Picture, row: int) -> str:
 
 
 def _processor(model_path: str | None, size: int) -> Callable[[list[Any]], torch.Tensor]:
-    """The model's own preparation where it has one, else: resized, colours from −1 to 1."""
+    """The model's own image processor if it has one; otherwise resizing, with colours from −1 to 1."""
     from transformers import AutoImageProcessor
     from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
     processor: Any = ViTImageProcessorPil(size={"height": size, "width": size})
     if model_path is not None:
         try:
-            # The other backend is torchvision's, which does not exist for every torch.
+            # transformers 5.22.2 prefers torchvision, which has no build for every torch version and then fails to
+            # import. This can go when torchvision is a dependency.
             processor = AutoImageProcessor.from_pretrained(model_path, backend="pil")
         except (OSError, ValueError, KeyError) as error:
             raise BadInput("model.path", f"{model_path} has no image processor: {first_line(error)}") from None

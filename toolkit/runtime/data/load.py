@@ -1,4 +1,4 @@
-"""From a recipe's data section to samples: read, tokenise or find in the cache, hold out, pack."""
+"""From a recipe's data section to samples: read, tokenise or look up in the cache, hold out, pack."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from toolkit.runtime.models.input_spec import InputSpec
 
 
 def load_data(
-    recipe: Recipe, takes: InputSpec, together: OncePerHost | None = None, terminal: IO[str] | None = None
+    recipe: Recipe, spec: InputSpec, once_per_host: OncePerHost | None = None, terminal: IO[str] | None = None
 ) -> Dataset:
-    """The recipe's data; `BadInput` if there is none, or if it does not fit the model."""
+    """Load the recipe's data; `BadInput` if there is none, or if it does not fit the model."""
     section = recipe.data
     if section.format == "image-classification":
-        return _images(section, takes, recipe.model.path if recipe.model.init == "pretrained" else None)
+        return _images(section, spec, recipe.model.path if recipe.model.init == "pretrained" else None)
     if section.path == "synthetic" and section.format == "text":
-        samples = Synthetic(takes.need_vocab(), section.seq_len)
+        samples = Synthetic(spec.need_vocab(), section.seq_len)
         return Dataset(train=samples, documents=len(samples), tokens=samples.positions, tokenizer=Bytes())
     section, notes = packing_of(section, recipe.model)
-    loader = _Loader(section, takes, load_recipe_tokenizer(recipe), together or SingleProcess(), terminal)
+    loader = _Loader(section, spec, load_recipe_tokenizer(recipe), once_per_host or SingleProcess(), terminal)
     loaded = loader.stream(recipe.train) if section.streaming else loader.load()
     return replace(loaded, notes=(*notes, *loaded.notes))
 
 
 def packing_of(section: Data, model: Model) -> tuple[Data, tuple[str, ...]]:
-    """The section with a packing method that the model can keep, and what the user should hear of it."""
+    """(section with a packing method that works for the model, remarks for the user)."""
     if section.format not in PACKED_FORMATS or not section.packing or section.packing_method == "stream":
         return section, ()
     try:
@@ -59,20 +59,20 @@ def packing_of(section: Data, model: Model) -> tuple[Data, tuple[str, ...]]:
 
 
 def _identity(section: Data, weights: Mapping[str, float]) -> dict[str, Any]:
-    """What numbers of a stream's sequences depend on, besides the seed and the rows."""
+    """Settings that the numbering of a stream's sequences depends on, besides the seed and the rows."""
     keys = ("format", "seq_len", "packing_method", "long_documents")
     shares = ", ".join(f"{weight:g}" for weight in weights.values())
     return {"path": f"sources with weights {shares}", **{key: getattr(section, key) for key in keys}}
 
 
-def _images(section: Data, takes: InputSpec, model_path: str | None) -> Dataset:
+def _images(section: Data, spec: InputSpec, model_path: str | None) -> Dataset:
     found = []
     for source in source_weights(section.path):
-        images = read_images(section, source, takes, model_path)
-        check_labels(images.labels, takes.need_labels(), source)
+        images = read_images(section, source, spec, model_path)
+        check_labels(images.labels, spec.need_labels(), source)
         found.append(images)
     if section.eval_path is not None:
-        trains, held_out = found, [read_images(section, section.eval_path, takes, model_path)]
+        trains, held_out = found, [read_images(section, section.eval_path, spec, model_path)]
     else:
         splits = [(images, *split(len(images), section.eval_fraction)) for images in found]
         trains = [images.take(numbers) for images, numbers, _ in splits]
@@ -86,7 +86,7 @@ def _images(section: Data, takes: InputSpec, model_path: str | None) -> Dataset:
 
 
 def load_recipe_tokenizer(recipe: Recipe) -> Tokenizer:
-    """The tokenizer that the recipe's data is read with."""
+    """The tokenizer of the recipe's data."""
     name = recipe.data.tokenizer or ("bytes" if recipe.data.path == "synthetic" and not recipe.model.path else None)
     return load_tokenizer(name, recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
 
@@ -94,9 +94,9 @@ def load_recipe_tokenizer(recipe: Recipe) -> Tokenizer:
 @dataclass(frozen=True)
 class _Loader:
     section: Data
-    takes: InputSpec
+    spec: InputSpec
     tokenizer: Tokenizer
-    together: OncePerHost
+    once_per_host: OncePerHost
     terminal: IO[str] | None
 
     def load(self) -> Dataset:
@@ -115,7 +115,7 @@ class _Loader:
         )
 
     def stream(self, train: Train) -> Dataset:
-        """Samples that are read while the run trains; figures are of the first window."""
+        """Samples that are read during training; the figures are those of the first window."""
         self._check_tokenizer()
         reader = make_format(self.section, self.tokenizer)
         weights = source_weights(self.section.path)
@@ -139,24 +139,27 @@ class _Loader:
         )
 
     def _check_tokenizer(self) -> None:
-        if self.tokenizer.vocab > self.takes.need_vocab():
-            what = f"{self.tokenizer.vocab} tokens; the model's embedding has {self.takes.vocab} rows"
-            raise BadInput("data.tokenizer", f"{what}; use a model or tokenizer that match")
-        if self.takes.reads_last and self.takes.pad != self.tokenizer.pad:
-            what = f"{self.takes.pad} given; the tokenizer pads with {self.tokenizer.pad}"
-            raise BadInput("model.config.pad_token_id", f"{what}, and the model finds a text's last token by it")
+        if self.tokenizer.vocab > self.spec.need_vocab():
+            what = f"{self.tokenizer.vocab} tokens; the model's embedding has {self.spec.vocab} rows"
+            raise BadInput("data.tokenizer", f"{what}; use a model and a tokenizer that match")
+        if self.spec.reads_last and self.spec.pad != self.tokenizer.pad:
+            what = f"{self.spec.pad} given; the tokenizer pads with {self.tokenizer.pad}"
+            raise BadInput(
+                "model.config.pad_token_id",
+                f"{what}, by which the model finds a text's last token",
+            )
 
     def _documents(self, source: str) -> Documents:
         root = Path(self.section.cache).expanduser()
         cache = TokenCache(root, self.section.workers or os.cpu_count() or 1, self.terminal)
-        documents = find_or_make(cache, self.section, source, self.tokenizer, self.together)
+        documents = find_or_make(cache, self.section, source, self.tokenizer, self.once_per_host)
         self._check_labels(documents, source)
         return documents
 
     def _check_labels(self, documents: Documents, source: str) -> None:
         if documents.labels is None or not len(documents):
             return
-        check_labels(documents.labels, self.takes.need_labels(), source)
+        check_labels(documents.labels, self.spec.need_labels(), source)
 
     def _held_out(self, splits: Sequence[tuple[Documents, np.ndarray, np.ndarray]]) -> Samples | None:
         if self.section.eval_path is not None:
@@ -170,13 +173,13 @@ class _Loader:
         held_out = [self._samples(documents, numbers) for documents, _, numbers in splits]
         found = [samples for samples in held_out if len(samples)]
         if not found:
-            raise BadInput("data.eval_fraction", "the documents that it holds out make no sample; raise it")
+            raise BadInput("data.eval_fraction", "the held-out documents make no sample; increase it")
         return mixed(found, [1.0] * len(found))
 
     def _samples(self, documents: Documents, numbers: np.ndarray) -> Samples:
         section, pad = self.section, self.tokenizer.pad
         if section.format not in PACKED_FORMATS:
-            start = self.takes.need_start() if section.format == "seq2seq" else 0
+            start = self.spec.need_start() if section.format == "seq2seq" else 0
             return Labelled(documents.take(numbers), section.seq_len, pad, start)
         if not section.packing:
             pieces = cut(documents, numbers, section.seq_len, "truncate")

@@ -1,4 +1,4 @@
-"""Packing: several documents in one sequence, none of which sees another, and hardly any padding."""
+"""Best-fit packing: several documents per sequence, with attention inside each document and hardly any padding."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ LongDocuments = Literal["split", "truncate"]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents that fit a sequence: `length` inputs from `start` on, each with the next token as label."""
+    """Parts of documents that fit a sequence: `length` inputs from `start`, each with the next token as label."""
 
     starts: np.ndarray
     lengths: np.ndarray
     long_documents: int = 0
-    """Documents that were longer than a sequence."""
+    """Number of documents that were longer than a sequence."""
     lost_tokens: int = 0
-    """Tokens that truncation left out."""
+    """Number of tokens that truncation removed."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
 
 def cut(documents: Documents, numbers: np.ndarray, seq_len: int, long: LongDocuments) -> Pieces:
-    """Documents as pieces: long ones split, so that every token is still predicted once, or truncated."""
+    """Documents as pieces. Long ones are split, so that every token is still predicted once, or truncated."""
     inputs = np.maximum(documents.lengths[numbers] - 1, 0)
     starts = documents.bounds[:-1][numbers]
     num_long = int((inputs > seq_len).sum())
@@ -48,7 +48,7 @@ def cut(documents: Documents, numbers: np.ndarray, seq_len: int, long: LongDocum
 
 
 def _useful(documents: Documents, starts: np.ndarray, lengths: np.ndarray, long: int, lost: int) -> Pieces:
-    """Without pieces in which no token counts: nothing is learned from them."""
+    """Leave out pieces in which no token is counted."""
     keep = lengths > 0
     if documents.counted is not None:
         before = np.concatenate([[0], np.cumsum(documents.counted, dtype=np.int64)])
@@ -57,10 +57,10 @@ def _useful(documents: Documents, starts: np.ndarray, lengths: np.ndarray, long:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """For each length the number of its sequence: longest first, each where the least room is left over.
+    """For each length the index of its sequence: longest first, each into the sequence with the tightest fit.
 
-    The open sequences stand in lists by the room that they have; a number whose bits say which lists are not empty
-    finds the tightest fit in one operation, however many sequences are open.
+    Open sequences are kept in lists by their remaining room. The bits of `open_rooms` tell which lists are not empty,
+    so the tightest fit is found in one operation, however many sequences are open.
     """
     rooms: list[list[int]] = [[] for _ in range(capacity + 1)]
     open_rooms, count = 0, 0
@@ -85,20 +85,20 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BestFit:
-    """Sequences of whole pieces, as full as can be. Positions start anew in each piece, and attention stays in it."""
+    """Sequences of complete pieces, as full as possible. Positions restart in each piece; attention stays inside it."""
 
     documents: Documents
     pieces: Pieces
-    """Sorted by sequence."""
+    """Pieces, sorted by sequence."""
     firsts: np.ndarray
-    """First piece of each sequence, and the end."""
+    """First piece of each sequence, then the number of pieces."""
     seq_len: int
     pad: int
     lengths: None = None
 
     @classmethod
     def pack(cls, documents: Documents, pieces: Pieces, seq_len: int, pad: int) -> BestFit:
-        """Pack pieces."""
+        """Pack pieces into sequences."""
         places = best_fit(pieces.lengths, seq_len)
         order = np.argsort(places, kind="stable")
         sequences = np.arange(places.max() + 2 if len(places) else 1)
@@ -116,11 +116,11 @@ class BestFit:
 
     @property
     def positions(self) -> int:
-        """All of them."""
+        """All input positions."""
         return len(self) * self.seq_len
 
     def width(self, indices: np.ndarray) -> int:
-        """Tokens of a row: always a full sequence."""
+        """Tokens per row: always a full sequence."""
         return self.seq_len
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -141,7 +141,7 @@ class BestFit:
         if self.documents.counted is not None:
             following = np.where(self.documents.counted[source + 1], following, IGNORE)
         labels.reshape(-1)[spots] = following
-        # Padding goes on behind the last piece: a sequence of one document is then plain causal attention.
+        # Padding continues the positions of the last piece: a sequence of one document is then plain causal attention.
         last = columns[np.cumsum(counts) - 1]
         positions = np.arange(self.seq_len) - last[:, None]
         positions.reshape(-1)[spots] = spread(np.zeros(len(lengths), np.int64), lengths)
@@ -150,46 +150,46 @@ class BestFit:
 
 
 TOLERANCE = 1e-4
-"""Of logits around 1, in fp32: a document that is seen moves them by much more."""
+"""For fp32 logits around 1: a document that is attended to changes them by much more."""
 LENGTHS = (5, 9, 4)
 
 
-class TwinFailed(Exception):
-    """The small twin does not run, on plain documents either: nothing is known of the model itself."""
+class TinyModelFailed(Exception):
+    """The tiny model does not even run on single documents, so nothing is known about the model itself."""
 
 
 def check_isolated(section: Model) -> None:
-    """`BadInput` if the model's type mixes documents of one sequence."""
+    """`BadInput` if the model's type attends across documents of one sequence."""
     if section.trust_remote_code:
-        return  # code that is not transformers' own has no twin; what it does is its author's to say
+        return  # no tiny model can be built of remote code; its author is responsible
     kind = load_config(section).model_type
     try:
         difference = largest_leak(section)
-    except TwinFailed as error:
-        raise _refusal(f"that can't be tried: a small twin of {kind} does not run ({error})") from None
-    except Exception as error:  # a forward that takes no position ids raises what it likes
-        raise _refusal(f"{kind} takes no packed documents ({first_line(error)})") from None
+    except TinyModelFailed as error:
+        raise _refusal(f"that can't be tested: a tiny {kind} model does not run ({error})") from None
+    except Exception as error:  # a forward pass without position ids may raise anything
+        raise _refusal(f"{kind} does not accept packed documents ({first_line(error)})") from None
     if difference > TOLERANCE:
-        raise _refusal(f"{kind} mixes them (packed and alone, logits differ by {difference:.1e})")
+        raise _refusal(f"{kind} mixes them (logits of packed and single documents differ by {difference:.1e})")
 
 
 def largest_leak(section: Model) -> float:
-    """Largest difference of a document's logits, packed with others and alone."""
-    # Flash attention has no CPU kernel; it is told of documents by the same code as sdpa.
+    """Largest difference between a document's logits when packed with others and when alone."""
+    # Flash attention has no CPU kernel. In transformers 5.22.2 it gets document bounds by the same code as sdpa.
     attention = "sdpa" if section.attention == "flash_attention_2" else section.attention
     config = tiny_config(load_config(section))
-    if "kv_lora_rank" in config:  # latent attention has a key for every head
+    if "kv_lora_rank" in config:  # latent attention has one key per head
         config["num_key_value_heads"] = config["num_attention_heads"]
-    twin = Model(config=config, init="scratch", precision="fp32", attention=attention)
+    tiny = Model(config=config, init="scratch", precision="fp32", attention=attention)
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(3, VOCABULARY - 1, (1, length), generator=generator) for length in LENGTHS]
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     with torch.no_grad():
         try:
-            model = build_model(replace(twin, task=section.task), seed=0).eval()
+            model = build_model(replace(tiny, task=section.task), seed=0).eval()
             alone = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in documents], 1)
         except Exception as error:
-            raise TwinFailed(first_line(error)) from None
+            raise TinyModelFailed(first_line(error)) from None
         packed = model(input_ids=torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
     return float((packed - alone).abs().max())
 

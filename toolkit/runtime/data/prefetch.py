@@ -1,4 +1,4 @@
-"""Batches made ahead of the engine, by a thread: a step begins with its batch already there."""
+"""Prefetching: a thread makes batches ahead of the engine, so that a step starts without waiting for data."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from toolkit.runtime.data.samples import Samples, micro_batches
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 AHEAD = 2
-"""Batches that wait for the engine."""
+"""Number of batches that are ready in advance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Which part of every global batch this rank computes."""
+    """The part of every global batch that this rank computes."""
 
     replica: int
     replicas: int
@@ -28,11 +28,11 @@ class Share:
 
 
 Made = tuple[np.ndarray, list[MicroBatch]]
-"""Sample ids of a global batch, and this replica's micro-batches."""
+"""(sample ids of a global batch, this replica's micro-batches)."""
 
 
 def global_batch(samples: Samples, ids: np.ndarray, share: Share) -> list[MicroBatch]:
-    """This replica's micro-batches, in memory that an accelerator copies from fastest."""
+    """This replica's micro-batches of a global batch, in pinned memory if there is an accelerator."""
     accelerator = get_accelerator()
     made = list(
         micro_batches(samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch)
@@ -43,7 +43,7 @@ def global_batch(samples: Samples, ids: np.ndarray, share: Share) -> list[MicroB
 
 
 def prefetched(samples: Samples, order: SampleOrder, share: Share, steps: range) -> Iterator[Made]:
-    """The batches of some steps; what goes wrong in the thread is raised here."""
+    """The batches of these steps; an error of the thread is raised here."""
     ready: queue.Queue[Made | Exception] = queue.Queue(AHEAD)
     done = threading.Event()
 
@@ -62,7 +62,7 @@ def prefetched(samples: Samples, order: SampleOrder, share: Share, steps: range)
                 put((ids, global_batch(samples, ids, share)))
                 if done.is_set():
                     return
-        except Exception as error:  # whatever it is, it belongs to the run's own thread
+        except Exception as error:  # any error is raised in the main thread
             put(error)
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)

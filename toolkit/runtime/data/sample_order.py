@@ -1,4 +1,4 @@
-"""One global, seeded order of samples that no strategy, world size or micro-batch changes."""
+"""The global, seeded order of samples, independent of strategy, world size and micro-batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from toolkit.recipe.schedules import Batches
 from toolkit.runtime.distributed.process_group import gather_objects
 
 PAST_END = -1
-"""Stands for a sample after the last one: a run's last batch may be partial, and what is missing does not count."""
+"""Id of a missing sample: a run's last batch may be partial, and missing samples are not counted."""
 WINDOW, BLOCK = 2048, 64
-"""Samples that are sorted by length at a time, and how many of like length stay together."""
+"""Samples that are sorted by length at a time, and samples of similar length that stay together."""
 
 
 @dataclass(frozen=True)
@@ -23,42 +23,42 @@ class MixturePart:
     """One source of a mixture."""
 
     samples: int
-    """How many it has."""
+    """Number of samples of the source."""
     drawn: int
-    """How many an epoch takes of it: its passes go on where the epoch before stopped."""
+    """Samples that an epoch draws; the next epoch continues where it stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Which samples each step uses, over all ranks: depends on the data, the seed and the global batch alone."""
+    """The samples of each step over all ranks; depends only on the data, the seed and the global batch."""
 
     samples: int
-    """Samples there are."""
+    """Number of samples."""
     global_batch: int
     seed: int
     first_step: int = 0
-    """A step from which on the position is known: 0, or where a run was resumed."""
+    """First step of this order: 0, or the step at which the run was resumed."""
     first_position: int = 0
-    """Samples that were used before it."""
+    """Samples used before `first_step`."""
     total: int | None = None
-    """Samples of the whole run, where it ends with an epoch; None: as many as its steps take."""
+    """Samples of the full run if it ends with an epoch; None if the number of steps decides."""
     parts: tuple[MixturePart, ...] = ()
-    """Sources of a mixture, one behind the other in the sample ids."""
+    """Sources of a mixture, concatenated in the sample ids."""
     streamed: bool = False
-    """Samples are numbered as they arrive: each step takes the next ones."""
+    """Whether samples are numbered as they arrive, and each step uses the next ones."""
     ramp: BatchRamp | None = None
     """How the global batch grows."""
     lengths: np.ndarray | None = None
-    """Lengths of samples that differ: those of like length share a batch."""
+    """Lengths of the samples, if they differ: samples of similar length share a batch."""
     _epochs: dict[int, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples of an epoch."""
         return sum(part.drawn for part in self.parts) if self.parts else self.samples
 
     def step(self, step: int) -> np.ndarray:
-        """Sample ids of a step, counted from 0; an epoch's last samples share a batch with the next epoch's first."""
+        """Sample ids of a step, counted from 0. The end of an epoch shares a batch with the start of the next."""
         positions = np.arange(self.position(step), self.position(step + 1))
         if self.streamed:
             return positions
@@ -67,16 +67,16 @@ class SampleOrder:
         return ids if self.total is None else np.where(positions < self.total, ids, PAST_END)
 
     def position(self, step: int) -> int:
-        """Samples used before a step."""
+        """Number of samples used before a step."""
         return self.first_position + self.batches.before(step) - self.batches.before(self.first_step)
 
     @property
     def batches(self) -> Batches:
-        """Samples of each step."""
+        """Number of samples of each step."""
         return Batches(self.global_batch, self.ramp)
 
     def moved(self, step: int, position: int) -> SampleOrder:
-        """The same order, with `position` samples used before `step`: another global batch goes on at the next one."""
+        """This order with `position` samples used before `step`, to continue with another global batch."""
         return replace(self, first_step=step, first_position=position)
 
     def _epoch(self, epoch: int) -> np.ndarray:
@@ -92,7 +92,7 @@ class SampleOrder:
         return ids if self.lengths is None else _grouped(ids, self.lengths, random)
 
     def _drawn(self, epoch: int) -> np.ndarray:
-        """What an epoch takes of each source."""
+        """Sample ids that an epoch draws from the sources."""
         found, first = [], 0
         for number, part in enumerate(self.parts):
             start, end = epoch * part.drawn, (epoch + 1) * part.drawn
@@ -105,7 +105,7 @@ class SampleOrder:
 
 
 def mixture(sizes: list[int], weights: list[float]) -> tuple[MixturePart, ...]:
-    """Parts of an epoch with as many samples as all sources have together, shared out by weight."""
+    """Parts of an epoch, by weight; an epoch has as many samples as all sources together."""
     exact = np.asarray(weights) / sum(weights) * sum(sizes)
     drawn = np.floor(exact).astype(int)
     for place in np.argsort(drawn - exact, kind="stable")[: sum(sizes) - drawn.sum()]:
@@ -119,9 +119,9 @@ def own_share(ids: np.ndarray, *, replica: int, replicas: int) -> np.ndarray:
 
 
 def _grouped(ids: np.ndarray, lengths: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """The same ids with neighbours of like length: sorted a window at a time, the blocks of all windows shuffled.
+    """Reorder ids so that neighbours have similar lengths: sort within windows, then shuffle the blocks of all windows.
 
-    Nothing here depends on the global batch, so that a run resumed with another one neither repeats nor skips.
+    Nothing here depends on the global batch, so a run resumed with another one neither repeats nor skips samples.
     """
     windows = (ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW))
     ordered = (window[np.argsort(lengths[window], kind="stable")] for window in windows)
@@ -134,13 +134,13 @@ def gather_sample_ids(own: np.ndarray, replica: int, group: Any = None) -> list[
     return joined(gather_objects((replica, own.tolist()), group))
 
 
-def joined(told: Iterable[tuple[int, list[int]]]) -> list[int]:
-    """What each replica took, one behind the other; ranks of one replica must have taken the same."""
+def joined(reported: Iterable[tuple[int, list[int]]]) -> list[int]:
+    """Ids of all replicas, concatenated; ranks of one replica must have used the same samples."""
     by_replica: dict[int, list[int]] = {}
-    for rank, (replica, ids) in enumerate(told):
+    for rank, (replica, ids) in enumerate(reported):
         if by_replica.setdefault(replica, ids) != ids:
             raise RuntimeError(
-                f"rank {rank} of replica {replica} took samples {ids}, the other ranks of the replica took "
+                f"rank {rank} of replica {replica} used samples {ids}, the other ranks of the replica used "
                 f"{by_replica[replica]}"
             )
     return [i for replica in sorted(by_replica) for i in by_replica[replica] if i != PAST_END]

@@ -1,4 +1,4 @@
-"""Samples beside best-fit packing: one stream cut into sequences, padded documents, arithmetic."""
+"""Kinds of samples besides best-fit packing: one stream of tokens, padded documents, labelled texts, synthetic data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from toolkit.runtime.data.sample_order import PAST_END, own_share
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
 ROUND = 64
-"""Padded widths are multiples of this: few shapes, and sequence ranks can share them."""
+"""Padded widths are multiples of this: few different shapes, which sequence ranks can divide."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """All documents in one stream, cut into sequences: nothing is padded; a sequence may see several documents."""
+    """All documents as one stream of tokens, cut into sequences: no padding; a sequence may span several documents."""
 
     tokens: np.ndarray
     seq_len: int
@@ -30,13 +30,13 @@ class Stream:
 
     @property
     def positions(self) -> int:
-        """All are used."""
+        """Token positions that an epoch computes; all of them are used."""
         return len(self) * self.seq_len
 
     positions_used = positions
 
     def width(self, indices: np.ndarray) -> int:
-        """Tokens of a row."""
+        """Tokens per row."""
         return self.seq_len
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -46,7 +46,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Arithmetic sequences: no files, learnable, for smoke tests and benchmarks."""
+    """Arithmetic sequences for smoke tests and benchmarks: learnable, without files."""
 
     vocab: int
     seq_len: int
@@ -58,13 +58,13 @@ class Synthetic:
 
     @property
     def positions(self) -> int:
-        """All are used."""
+        """Token positions that an epoch computes; all of them are used."""
         return self.count * self.seq_len
 
     positions_used = positions
 
     def width(self, indices: np.ndarray) -> int:
-        """Tokens of a row."""
+        """Tokens per row."""
         return self.seq_len
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -78,7 +78,7 @@ def _shifted(window: np.ndarray) -> MicroBatch:
 
 
 class Rows(Protocol):
-    """One document a row: what padding costs."""
+    """Samples with one document per row."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -86,22 +86,22 @@ class Rows(Protocol):
 
     @property
     def seq_len(self) -> int:
-        """The longest row."""
+        """Length of the longest row."""
 
 
 def _positions(self: Rows) -> int:
-    """If batches were of one length each."""
+    """Positions that an epoch computes, if all rows of a batch have the same length."""
     return int(_rounded(self.lengths, self.seq_len).sum())
 
 
 def _positions_used(self: Rows) -> int:
-    """Without padding."""
+    """Positions that are not padding."""
     return int(self.lengths.sum())
 
 
 @dataclass(frozen=True)
 class Padded:
-    """One document a row, padded on the right to the longest of the global batch; batches are of like lengths."""
+    """One document per row, padded on the right to the longest of the global batch, whose lengths are similar."""
 
     documents: Documents
     starts: np.ndarray
@@ -117,7 +117,7 @@ class Padded:
         return len(self.starts)
 
     def width(self, indices: np.ndarray) -> int:
-        """The longest of the batch, rounded up."""
+        """Length of the longest row of the batch, rounded up."""
         return int(_rounded(self.lengths[indices], self.seq_len).max())
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -135,13 +135,13 @@ class Padded:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One document a row, with a class, or with a text that it is to be turned into."""
+    """One document per row, with a class or with a target text."""
 
     documents: Documents
     seq_len: int
     pad: int
     start: int = 0
-    """Seq2seq: what the decoder begins with."""
+    """Seq2seq: first token of the decoder."""
 
     positions = property(_positions)
     positions_used = property(_positions_used)
@@ -156,7 +156,7 @@ class Labelled:
         return lengths
 
     def width(self, indices: np.ndarray) -> int:
-        """The longest of the batch, rounded up; encoder and decoder are padded alike."""
+        """Length of the longest row of the batch, rounded up; encoder and decoder have the same width."""
         longest = self.documents.lengths[indices]
         if self.documents.targets is not None:
             longest = np.maximum(longest, self.documents.targets.lengths[indices])
@@ -175,13 +175,13 @@ class Labelled:
 
 
 def _rounded(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Widths of rows: few different ones."""
+    """Widths of rows, rounded up to multiples of `ROUND`."""
     widths: np.ndarray = np.minimum(-(-lengths // ROUND) * ROUND, seq_len)
     return widths
 
 
 def _rows(documents: Documents, indices: np.ndarray, width: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask of whole documents, cut at the width."""
+    """(ids, mask) of documents, truncated to the width."""
     shape = (len(indices), width)
     lengths = np.minimum(documents.lengths[indices], width)
     spots = spread(np.arange(len(indices)) * width, lengths)
@@ -200,7 +200,7 @@ class Samples(Protocol):
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Tokens of each, where they differ; None: all are alike."""
+        """Tokens of each sample; None if all have the same length."""
 
     @property
     def positions(self) -> int:
@@ -208,12 +208,12 @@ class Samples(Protocol):
 
     @property
     def positions_used(self) -> int:
-        """Those of them that are not padding."""
+        """Token positions that are not padding."""
 
     def __len__(self) -> int: ...
 
     def width(self, indices: np.ndarray) -> int:
-        """Tokens of a row, if these samples are one global batch."""
+        """Tokens per row if these samples are one global batch."""
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         """These samples as one micro-batch."""
@@ -222,7 +222,7 @@ class Samples(Protocol):
 def micro_batches(
     samples: Samples, ids: np.ndarray, *, replica: int, replicas: int, micro_batch: int
 ) -> Iterator[MicroBatch]:
-    """A replica's share of a global batch, one micro-batch at a time, all of one shape."""
+    """A replica's share of a global batch as micro-batches of the same shape."""
     present = ids[ids != PAST_END]
     width = samples.width(present)
     own = own_share(ids, replica=replica, replicas=replicas)

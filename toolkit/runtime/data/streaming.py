@@ -1,6 +1,6 @@
-"""Sequences from documents as they arrive, for sources that fit neither memory nor disk.
+"""Sequences packed from documents as they are read, for sources that fit neither memory nor disk.
 
-Every rank reads the stream and packs the same windows, so that a sequence has the same number on all of them.
+Every rank reads the stream and packs the same windows, so a sequence has the same number on all ranks.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 WINDOW_SEQUENCES = 256
-"""Documents of about so many sequences are packed together; a window never spans two blocks of rows."""
+"""About this many sequences are packed together; a window never spans two blocks of rows."""
 FRUITLESS_TURNS = 2
-"""A stream that was read so often from end to end without a document has none."""
+"""After this many complete passes without a document, the stream counts as empty."""
 
 Window = tuple[Start, Documents]
-"""Documents to pack together, and where their block of rows begins."""
+"""(start of the block of rows, documents to pack together)."""
 
 
 @dataclass(kw_only=True)
 class Streamed:
-    """Numbered sequences of an endless stream, in order; what was used is forgotten."""
+    """Numbered sequences of an endless stream, in order; used ones are dropped."""
 
     windows: Iterator[Window]
-    """From the beginning."""
+    """Windows from the current position."""
     open: Callable[[Start], Iterator[Window]]
-    """Windows from the beginning of a block."""
+    """Opens the windows from the start of a block."""
     make: Callable[[Documents], Samples]
     """Packs a window."""
     seq_len: int
     keep: int
-    """Sequences behind the newest that may still be asked for: batches made ahead are made again after a rewind."""
+    """Used sequences that stay available: prefetched batches are made again after a rewind."""
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """What numbers of sequences depend on: a run can't go on with another."""
+    """Settings that the numbering of sequences depends on; a resumed run must have the same."""
     lengths: None = None
     _held: deque[tuple[int, Samples]] = field(default_factory=deque)
     """First number of each window in memory, and its sequences."""
     _starts: deque[tuple[int, Start]] = field(default_factory=deque)
-    """First number of each block that may still be gone back to, and where it begins."""
+    """For each block that can still be returned to: its first sequence number, and where it starts."""
     _next: int = 0
 
     def __len__(self) -> int:
-        """Sequences read so far: a stream has no end."""
+        """Number of sequences read so far; a stream has no end."""
         self._read(0)
         return self._next
 
     @property
     def positions(self) -> int:
-        """Of the windows in memory."""
+        """Token positions of the windows in memory."""
         self._read(0)
         return sum(samples.positions for _, samples in self._held)
 
     @property
     def positions_used(self) -> int:
-        """Of the windows in memory."""
+        """Token positions of the windows in memory."""
         return sum(samples.positions_used for _, samples in self._held)
 
     def width(self, indices: np.ndarray) -> int:
-        """Tokens of a row."""
+        """Tokens per row."""
         return self.seq_len
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
@@ -78,18 +78,18 @@ class Streamed:
         return MicroBatch(**{name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()})
 
     def mark(self, position: int) -> dict[str, Any]:
-        """For a checkpoint: from where to read on if `position` is the next sequence."""
+        """For a checkpoint: where to continue reading if `position` is the next sequence."""
         self._read(0)
         first, start = max((found for found in list(self._starts) if found[0] <= position), key=lambda found: found[0])
         return {"first": first, "block": start.block, "places": [asdict(p) for p in start.places], **self.identity}
 
     def resume_at(self, mark: Mapping[str, Any] | None) -> str:
-        """Read on from a checkpoint's mark, in words; `BadInput` if it is of another stream."""
+        """Continue from a checkpoint's mark and return a log message; `BadInput` if it is of another stream."""
         if mark is None:
             raise BadInput(
                 "data.streaming",
-                "the checkpoint does not say where its stream stood, so the next sample is not defined; "
-                "resume with the data section that it was made with, or start anew with checkpoint.resume: none",
+                "the checkpoint has no position in a stream, so the next sample is not defined; "
+                "resume with the data section that it was made with, or start again with checkpoint.resume: none",
             )
         for name, value in self.identity.items():
             if mark.get(name) != value:
@@ -99,13 +99,13 @@ class Streamed:
         self.windows, self._next = self.open(start), int(mark["first"])
         self._held.clear()
         self._starts.clear()
-        return f"the stream is read on from sequence {self._next:,}: {', '.join(p.words() for p in start.places)}"
+        return f"the stream continues at sequence {self._next:,}: {', '.join(p.words() for p in start.places)}"
 
     def _row(self, index: int) -> MicroBatch:
         for first, samples in self._held:
             if first <= index < first + len(samples):
                 return samples.batch(np.array([index - first]))
-        raise AssertionError(f"sequence {index} is behind the stream")
+        raise AssertionError(f"sequence {index} has been dropped from the stream")
 
     def _read(self, index: int) -> None:
         while index >= self._next or not self._starts:
@@ -119,7 +119,7 @@ class Streamed:
                 self._next += len(samples)
 
     def _forget(self, before: int) -> None:
-        """What only sequences before a number need."""
+        """Drop what only sequences before this number need."""
         while self._held and self._held[0][0] + len(self._held[0][1]) <= before:
             self._held.popleft()
         while len(self._starts) > 1 and self._starts[1][0] <= before:
@@ -129,7 +129,7 @@ class Streamed:
 def windows(
     section: Data, weights: Mapping[str, float], reader: Format, seed: int, start: Start | None = None
 ) -> Iterator[Window]:
-    """Documents of the sources, again and again, each time in another order; some thousand at a time."""
+    """Documents of the sources, in endless passes, each in another order; a few thousand at a time."""
     blocks = open_blocks(section, weights, reader, seed, start)
     last = blocks.start
     while True:
@@ -139,11 +139,11 @@ def windows(
             yield begin, documents
         turns = [now.turn - then.turn for now, then in zip(blocks.start.places, last.places, strict=True)]
         if min(turns) >= FRUITLESS_TURNS:
-            raise BadInput("data.path", f"{', '.join(weights)}: no document in the whole stream")
+            raise BadInput("data.path", f"{', '.join(weights)}: no document in the complete stream")
 
 
 def _cut(rows: list[dict[str, Any]], section: Data, reader: Format) -> Iterator[Documents]:
-    """A block's documents, a window at a time."""
+    """The documents of a block, one window at a time."""
     found, tokens = Encoded(), 0
     for some in batched(rows):
         encoded = reader.encode(some)
@@ -164,5 +164,5 @@ def _documents(found: Encoded) -> Documents:
 
 
 def _check(encoded: Encoded) -> None:
-    if encoded.faults:
-        raise BadInput("data.path", f"a row of the stream can't be used: {encoded.faults[0][1]}")
+    if encoded.problems:
+        raise BadInput("data.path", f"a row of the stream can't be used: {encoded.problems[0][1]}")

@@ -1,4 +1,4 @@
-"""The ranks of a plan as a grid: which replica, stage and shard this process is, and the groups along each axis."""
+"""The mesh of ranks: which replica, stage and shard this process is, and its process group along each axis."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from toolkit.runtime.distributed.process_group import all_sum
 
 
 class Mesh:
-    """`rank = (pipe · dp + data) · inner + place`: DeepSpeed's own order; inner is the tensor or sequence axis."""
+    """`rank = (pipe · dp + data) · inner + place`, DeepSpeed's own order; inner is the tensor or sequence axis."""
 
     def __init__(self, plan: Plan, rank: int, size: int, local_size: int | None = None) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
-        assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold whole models"
+        assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold complete models"
         assert plan.islands == 1 or plan.tp * plan.pp * plan.sp * plan.ep == 1, "islands are data-parallel"
         self.plan, self.rank, self.size = plan, rank, size
         self.local_size = local_size or size
-        """Ranks of this host."""
+        """Number of ranks on this host."""
         inner = plan.tp * plan.sp
         island_size = size // plan.islands
         self.island, local = divmod(rank, island_size)
@@ -37,7 +37,7 @@ class Mesh:
         stages = stages if plan.islands == 1 else [[rank] for rank in range(size)]
         replicas = replicas if plan.islands == 1 else [[rank] for rank in range(size)]
         self.island_group = self._own([list(range(place, size, island_size)) for place in range(island_size)])
-        """Ranks with this one's place in every island."""
+        """The ranks with this one's index in every island."""
         self.inner_group = self._own(stages)
         """Ranks that hold the shards of one stage: the tensor or the sequence axis."""
         self.data_group = self._own(data)
@@ -47,7 +47,7 @@ class Mesh:
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
 
     def between_islands(self) -> Any:
-        """A new group over host memory of the ranks with this one's place in every island. Collective."""
+        """A new gloo group of the ranks with this one's index in every island. Collective."""
         size = self.plan.devices // self.plan.islands
         made = [
             torch.distributed.new_group(list(range(place, self.plan.devices, size)), backend="gloo")
@@ -57,21 +57,21 @@ class Mesh:
 
     @property
     def token_ranks(self) -> int:
-        """Ranks that each see other tokens: replicas, and the sequence ranks of each."""
+        """Number of ranks that see different tokens: replicas times sequence ranks."""
         return self.plan.dp * self.plan.sp
 
     def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks that see other tokens, in place."""
+        """All-reduce in place over the ranks that see different tokens."""
         if self.token_ranks == 1:
             return values
         return all_sum(values, self.data_group if self.plan.sp == 1 else None)
 
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the stages and tensor shards of this replica, in place."""
+        """All-reduce in place over the stages and tensor shards of this replica."""
         return all_sum(values, self.replica_group) if self.plan.tp * self.plan.pp > 1 else values
 
     def _own(self, groups: Sequence[Sequence[int]]) -> Any:
-        """Make all groups, as every rank must; the one that this rank is in. None: the world, or this rank alone."""
+        """Create all groups (every rank must) and return this rank's. None if it is the world or this rank alone."""
         if len(groups) == 1 or all(len(ranks) == 1 for ranks in groups):
             return None
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
@@ -79,26 +79,28 @@ class Mesh:
 
 
 class TensorUnit:
-    """What DeepSpeed asks of a Megatron-like `mpu`: the tensor and data groups of a mesh."""
+    """The Megatron-like `mpu` that DeepSpeed asks for tensor and data groups, over a mesh."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._alone = dist.get_world_group()
         self._islands = mesh.plan.islands > 1
-        if mesh.plan.dp == 1 or self._islands:  # DeepSpeed wants a group even where there is nothing to reduce
+        # DeepSpeed 0.19.8 has no "no group": it reads None as the world and would reduce over all ranks. A group of one
+        # rank stands for "nothing to reduce". It can go once `mpu` may return None for that.
+        if mesh.plan.dp == 1 or self._islands:
             groups = [dist.new_group([rank]) for rank in range(mesh.plan.devices)]
             self._alone = groups[dist.get_rank()]
 
     def get_model_parallel_group(self) -> Any:
-        """Ranks that hold the shards of one replica."""
+        """The ranks that hold the shards of one replica."""
         return self._alone if self._islands else self._mesh.inner_group or dist.get_world_group()
 
     def get_model_parallel_rank(self) -> int:
-        """Place among them."""
+        """Index of this rank in the model-parallel group."""
         return self._mesh.tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """Their number."""
+        """Size of the model-parallel group."""
         return self._mesh.plan.tp
 
     get_tensor_model_parallel_group = get_model_parallel_group
@@ -106,19 +108,19 @@ class TensorUnit:
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        """No stages."""
+        """Number of pipeline stages: always 1 here."""
         return 1
 
     def get_data_parallel_group(self) -> Any:
-        """Ranks that hold the same shard of every replica."""
+        """The ranks that hold the same shard of every replica."""
         return self._mesh.data_group or self._alone
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The same as numbers."""
+        """Global ranks of the data-parallel group."""
         return self._mesh.data_ranks
 
     def get_data_parallel_rank(self) -> int:
-        """Which replica."""
+        """Index of this rank's replica."""
         return self._mesh.data
 
     def get_data_parallel_world_size(self) -> int:

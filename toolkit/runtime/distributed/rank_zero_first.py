@@ -1,4 +1,4 @@
-"""Work that one rank does for all: the others wait, and all fail alike."""
+"""Work that one rank does for all: the others wait, and an error is raised on all of them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 from toolkit.errors import BadInput
 from toolkit.runtime.distributed.process_group import World, broadcast_object, gather_objects
 
-PATIENCE = datetime.timedelta(days=2)
-"""Tokenising a large source takes hours."""
+TIMEOUT = datetime.timedelta(days=2)
+"""Timeout of the group: tokenising a large source takes hours."""
 
 
 class OncePerHost(Protocol):
-    """Ranks that share files."""
+    """Does work once for all ranks, or once per host."""
 
-    def tell(self, find: Callable[[], str]) -> str:
-        """What one rank finds, on all."""
+    def from_rank_zero(self, find: Callable[[], str]) -> str:
+        """Call `find` on rank 0 and return its result on all ranks."""
 
     def once(self, present: Callable[[], bool], make: Callable[[], None]) -> None:
-        """Make what is not present, once a host."""
+        """Call `make` once per host where `present` is false."""
 
 
 class SingleProcess:
-    """One process."""
+    """`OncePerHost` of a single process."""
 
-    def tell(self, find: Callable[[], str]) -> str:
+    def from_rank_zero(self, find: Callable[[], str]) -> str:
         return find()
 
     def once(self, present: Callable[[], bool], make: Callable[[], None]) -> None:
@@ -37,14 +37,14 @@ class SingleProcess:
 
 
 class AllRanks:
-    """All ranks of a run. Collective."""
+    """`OncePerHost` of all ranks of a run. Collective."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         several = torch.distributed.is_initialized() and world.size > 1
-        self._group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE) if several else None
+        self._group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if several else None
 
-    def tell(self, find: Callable[[], str]) -> str:
+    def from_rank_zero(self, find: Callable[[], str]) -> str:
         found: str | BadInput = ""
         if self._world.rank == 0:
             try:
@@ -57,18 +57,18 @@ class AllRanks:
         return found
 
     def once(self, present: Callable[[], bool], make: Callable[[], None]) -> None:
-        """On rank 0 first; then on the first rank of every host that does not see what rank 0 made."""
+        """Call `make` on rank 0; then on the first rank of every host that does not see rank 0's result."""
         for chosen in (self._world.rank == 0, self._world.local_rank == 0):
             missing = not present()
             if not any(gather_objects(missing, self._group)):
                 return
-            errors = gather_objects(_tried(make) if chosen and missing else None, self._group)
+            errors = gather_objects(_error_of(make) if chosen and missing else None, self._group)
             for error in errors:
                 if error is not None:
                     raise error
 
 
-def _tried(make: Callable[[], None]) -> BadInput | None:
+def _error_of(make: Callable[[], None]) -> BadInput | None:
     try:
         make()
     except BadInput as error:

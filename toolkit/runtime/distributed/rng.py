@@ -1,4 +1,4 @@
-"""Random generators of a process as plain tensors: torch, the device, numpy, Python."""
+"""State of a process's random generators (torch, device, numpy, Python) as plain tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def restore(states: dict[str, torch.Tensor]) -> None:
-    """Go on where `capture` was called."""
+    """Set every generator to a captured state."""
     states = {name.removeprefix(_PREFIX): tensor for name, tensor in states.items()}
     torch.set_rng_state(states["torch"])
     position, has_gauss, gauss = states["numpy_rest"].tolist()

@@ -1,4 +1,4 @@
-"""What a new DeepSpeed engine needs before its first step."""
+"""Corrections to a new DeepSpeed engine before its first step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from toolkit.runtime.engine.training_state import DeepSpeedState
 
 
 def undo_first_step(optimizer: Any) -> None:
-    """Give a 16-bit optimizer without ZeRO back its fresh state.
+    """Give a 16-bit optimizer without ZeRO its fresh state back.
 
-    DeepSpeed (0.19) takes a step with zero gradients when it makes it: Adam's count is one ahead, so that
-    bias correction shortens the first updates, and weight decay has already bitten.
+    DeepSpeed 0.19.8 takes a step with zero gradients when it creates one (`FP16_UnfusedOptimizer.
+    initialize_optimizer_states`). Adam's step count is then one ahead, so bias correction shortens the first updates,
+    and weight decay has been applied once. The losses of bf16 data parallel then differ from those of ZeRO 1. This can
+    go when `optimizer.optimizer.state` is empty after `deepspeed.initialize`.
     """
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return
@@ -30,7 +32,7 @@ def undo_first_step(optimizer: Any) -> None:
 
 
 def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
-    """Tell an optimizer of ours what it needs, and that steps count from now on."""
+    """Give an optimizer of ours its exchange or its layers, and let it take steps from now on."""
     if isinstance(state.base, OneBitAdam):
         _begin_one_bit(engine, state.base, mesh)
     if isinstance(state.base, LayerwiseOptimizer):
@@ -39,7 +41,10 @@ def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
 
 
 def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:
-    """Once it compresses, the optimizer exchanges; until then the engine reduces gradients as ever."""
+    """Switch off the engine's gradient reduction once the optimizer exchanges compressed momentum itself.
+
+    DeepSpeed removed its own 1-bit Adam in 0.19.7, and with it the switch that did this.
+    """
     ranks = mesh.plan.dp
     optimizer.begin(OneBitExchange(ranks, mesh.data, mesh.data_group) if ranks > 1 else None)
     reduce = engine.allreduce_gradients
@@ -47,7 +52,7 @@ def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:
 
 
 def _sharded(state: DeepSpeedState, mesh: Mesh) -> Layers:
-    """ZeRO cuts flat tensors of many layers over the replicas."""
+    """The layers inside ZeRO's flat partitions, which hold pieces of many layers."""
     numbers = {name: number for number, name in enumerate(sorted(state.names.values()))}
     spans: dict[torch.Tensor, list[Span]] = {}
     for name, held in state.held():
@@ -59,9 +64,9 @@ def _sharded(state: DeepSpeedState, mesh: Mesh) -> Layers:
 class Scaling:
     """Loss scale and skipped updates of fp16, as DeepSpeed counts them.
 
-    Without ZeRO, DeepSpeed (0.19.8) divides gradients by a loss scale that it has not multiplied the loss by, and tells
-    a norm that is not divided by it: small gradients are lost, and no scale is ever found too large. There we multiply
-    and divide.
+    Without ZeRO, DeepSpeed 0.19.8 divides gradients by a loss scale that it never multiplied the loss by, and reports a
+    norm that is not divided by it. Small gradients then underflow, and no scale is ever found too large. So here we
+    multiply the loss and divide the norm. This can go when `tests/runtime/engine/test_loss_scale.py` passes without it.
     """
 
     def __init__(self, engine: Any, plan: Plan) -> None:
@@ -72,22 +77,22 @@ class Scaling:
         self._skipped = 0
 
     def begin(self) -> None:
-        """A step begins; its scale stays the same to the end."""
+        """Start a step; its loss scale stays the same until its end."""
         if self._by_us:
             self._used = float(self._engine.optimizer.loss_scale)
 
     def prepared(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same loss, with gradients that are scaled as the engine expects them."""
+        """The loss, with a hook that scales its gradient as the engine expects."""
         if self._by_us and loss.requires_grad:
             loss.register_hook(lambda gradient: gradient * self._used)  # type: ignore[no-untyped-call]
         return loss
 
     def unscaled(self, norm: float) -> float:
-        """A norm as the engine tells it, without the scale."""
+        """Remove the loss scale from a norm that the engine reports."""
         return norm / self._used if self._by_us else norm
 
     def last(self) -> tuple[float | None, bool]:
-        """Of the last step: the scale for the next one, and whether it was skipped."""
+        """(loss scale of the next step, whether the last step was skipped)."""
         if not self._scales:
             return None, False
         before, self._skipped = self._skipped, int(self._engine.skipped_steps)

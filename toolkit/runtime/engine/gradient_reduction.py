@@ -1,4 +1,4 @@
-"""What the recipe says about the reduction of gradients, where DeepSpeed has no setting for it."""
+"""Settings of gradient reduction that DeepSpeed does not have: bucket size under ZeRO 0, hierarchical all-reduce."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from toolkit.runtime.distributed.mesh import Mesh
 
 
 def install(engine: Any, section: Reduce, mesh: Mesh) -> None:
-    """Take over what DeepSpeed (0.19) fixes in code: the bucket of ZeRO 0, and the all-reduce itself."""
+    """Replace two methods of the engine that DeepSpeed 0.19.8 gives no setting for.
+
+    - `buffered_allreduce_fallback` has its bucket of 500 million elements as a default argument: under ZeRO 0 the
+      recipe's `bucket_elements` would have no effect.
+    - `allreduce_bucket` always uses one flat all-reduce.
+    They can go when DeepSpeed's config has keys for both.
+    """
     if section.bucket_elements is not None:
-        whole = engine.buffered_allreduce_fallback
+        reduce = engine.buffered_allreduce_fallback
         size = section.bucket_elements
-        engine.buffered_allreduce_fallback = lambda grads=None, **_: whole(grads=grads, elements_per_buffer=size)
+        engine.buffered_allreduce_fallback = lambda grads=None, **_: reduce(grads=grads, elements_per_buffer=size)
     if section.algorithm == "hierarchical":
         hierarchy = Hierarchy(mesh)
         engine.allreduce_bucket = lambda bucket, *_args, **_kwargs: averaged(engine, bucket, hierarchy)
 
 
 class Hierarchy:
-    """All-reduce over hosts with several ranks: every shard crosses the network once, not every gradient."""
+    """All-reduce in three phases: reduce-scatter inside a host, all-reduce between hosts, all-gather inside a host."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.ranks, self.local = mesh.size, mesh.local_size
@@ -37,8 +43,8 @@ class Hierarchy:
         places = [[first + place for first in firsts] for place in range(self.local)]
         self._inside, self._between = _own(hosts, mesh.rank), _own(places, mesh.rank)
 
-    def add_up(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of a flat tensor."""
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a flat tensor over all ranks."""
         width = -(-values.numel() // self.local)
         whole = torch.nn.functional.pad(values, (0, width * self.local - values.numel()))
         piece = whole.new_empty(width)
@@ -53,14 +59,14 @@ class Hierarchy:
 
 
 def averaged(engine: Any, bucket: Sequence[torch.Tensor], hierarchy: Hierarchy) -> torch.Tensor:
-    """What DeepSpeed's `allreduce_bucket` gives: the mean of a bucket, flat, with its settings heeded."""
+    """The flat mean of a bucket under the engine's settings, as DeepSpeed's `allreduce_bucket` returns it."""
     flat: torch.Tensor = engine.flatten(bucket)
     before = engine.gradient_predivide_factor() if engine.postscale_gradients() else float(hierarchy.ranks)
-    total = hierarchy.add_up(flat.to(engine.communication_data_type) / before)
+    total = hierarchy.sum(flat.to(engine.communication_data_type) / before)
     return (total * (before / hierarchy.ranks)).to(flat.dtype)
 
 
 def _own(groups: Sequence[Sequence[int]], rank: int) -> Any:
-    """Make all groups, as every rank must; the one that this rank is in."""
+    """Create all groups (every rank must) and return the one that this rank is in."""
     made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
     return next(group for ranks, group in made if rank in ranks)

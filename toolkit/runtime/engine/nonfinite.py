@@ -1,4 +1,4 @@
-"""Where numbers go bad: a module is at fault if what went in was finite and what came out is not."""
+"""Attribution of NaN and infinite values to a rank: its inputs were finite and its outputs are not."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ import torch
 
 
 class NonFiniteCounter:
-    """Counts, on the device and without a wait, the passes of one rank that made non-numbers of numbers."""
+    """Counts the passes in which this rank turned finite values into NaN or infinity; on the device, without a sync."""
 
     def __init__(self, device: torch.device) -> None:
         self.count = torch.zeros((), device=device)
         self._arrived = torch.zeros((), device=device)
-        """What came from others that was no number already, in either pass."""
+        """Number of NaN or infinite inputs from other ranks, in either pass."""
 
     def reset(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self.count.zero_()
         self._arrived.zero_()
 
-    def forward(self, taken: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...]) -> None:
-        """Look at one forward pass, and at the backward pass that will follow it."""
-        self._arrived += _bad(taken)
-        self.count += _bad(given) * (self._arrived == 0)
-        for tensor in given:
+    def forward(self, inputs: tuple[torch.Tensor, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+        """Check one forward pass (its inputs and outputs), and register checks on its backward pass."""
+        self._arrived += _nonfinite(inputs)
+        self.count += _nonfinite(outputs) * (self._arrived == 0)
+        for tensor in outputs:
             if tensor.requires_grad:
                 tensor.register_hook(self._arrives)  # type: ignore[no-untyped-call]
-        for tensor in taken:
+        for tensor in inputs:
             self.after_embedding(None, None, tensor)
 
     def after_embedding(self, module: Any, inputs: Any, output: torch.Tensor) -> None:
-        """A forward hook: the gradient that reaches this tensor has passed the whole of the rank's layers."""
+        """A forward hook: the gradient that reaches this tensor has passed through all of the rank's layers."""
         if output.requires_grad:
             output.register_hook(self._leaves)  # type: ignore[no-untyped-call]
 
     def _arrives(self, gradient: torch.Tensor) -> None:
-        self._arrived += _bad((gradient,))
+        self._arrived += _nonfinite((gradient,))
 
     def _leaves(self, gradient: torch.Tensor) -> None:
-        self.count += _bad((gradient,)) * (self._arrived == 0)
+        self.count += _nonfinite((gradient,)) * (self._arrived == 0)
 
 
-def _bad(tensors: tuple[torch.Tensor, ...]) -> Any:
-    """1 if any element is no number, else 0, still on the device."""
+def _nonfinite(tensors: tuple[torch.Tensor, ...]) -> Any:
+    """1 if any element is NaN or infinite, else 0; stays on the device."""
     found = [(~torch.isfinite(tensor.detach())).any() for tensor in tensors if tensor.is_floating_point()]
     return torch.stack(found).any().float() if found else 0.0

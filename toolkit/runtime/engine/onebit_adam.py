@@ -1,7 +1,8 @@
-"""1-bit Adam (Tang et al. 2021) over any backend: after a warm-up, ranks exchange signs of their momentum.
+"""1-bit Adam (Tang et al. 2021) over any backend: after a warm-up, ranks exchange the signs of their momentum.
 
-DeepSpeed had one for NCCL and MPI until 0.19.6. Gradients are not reduced any more then; what compression leaves out
-is kept and added the next time (error feedback), on the way to the rank that averages and on the way back.
+After the warm-up gradients are no longer reduced. What compression loses is kept and added to the next message (error
+feedback), on the way to the rank that averages and on the way back. DeepSpeed had a 1-bit Adam for NCCL and MPI until
+0.19.6; it was removed in 0.19.7.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from toolkit.recipe.sections import Train
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Adam for `freeze_steps` steps; then the second moment stays, and the first is averaged by its signs.
+    """Adam for `freeze_steps` steps; then the second moment is frozen and the first is averaged by its signs.
 
-    Until `begin` it does nothing: DeepSpeed (0.19) takes a step with zero gradients when it makes some engines.
+    `step` does nothing before `begin`: DeepSpeed 0.19.8 takes a step with zero gradients when it creates some of its
+    optimizers (see `deepspeed_fixups.undo_first_step`).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], train: Train, lr: float) -> None:
@@ -31,22 +33,22 @@ class OneBitAdam(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     def begin(self, exchange: OneBitExchange | None) -> None:
-        """From now on, steps count; without an exchange there is one rank."""
+        """Take steps from now on; `exchange` is None if there is only one rank."""
         self._begun, self._exchange = True, exchange
 
     @property
     def compresses(self) -> bool:
-        """Whether the next step is beyond the warm-up."""
+        """Whether the warm-up is over before the next step."""
         return max((int(state.get("step", 0)) for state in self.state.values()), default=0) >= self._freeze
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update. Collective once it compresses."""
+        """One update. Collective after the warm-up."""
         if not self._begun:
             return
         compresses = self.compresses
         for group in self.param_groups:
-            weights = group["params"]  # also those without a gradient here: other ranks may have one
+            weights = group["params"]  # parameters without a gradient too: other ranks may have one
             for weight in weights:
                 self._moments(weight, frozen=compresses)
             if compresses and self._exchange is not None:
@@ -74,7 +76,7 @@ class OneBitAdam(torch.optim.Optimizer):
 
 
 class OneBitExchange:
-    """A mean over ranks of which only signs and scales travel."""
+    """A mean over ranks for which only signs and scales are sent."""
 
     def __init__(self, ranks: int, rank: int, group: Any = None) -> None:
         self._ranks, self._rank, self._group = ranks, rank, group
@@ -82,7 +84,7 @@ class OneBitExchange:
         self._part_error: torch.Tensor | None = None
 
     def mean(self, tensors: list[torch.Tensor]) -> None:
-        """Replace tensors by (nearly) their mean, the same on every rank. Collective."""
+        """Replace tensors by approximately their mean, equal on every rank. Collective."""
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         size = flat.numel()
         flat = pad(flat, (0, -size % (self._ranks * BLOCK)))
@@ -103,7 +105,7 @@ class OneBitExchange:
 
 
 def compressed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks as bytes, a row each (signs, then the scale), and what they leave out."""
+    """(one row of bytes per block: signs, then the scale; what the rows lose)."""
     blocks = values.view(-1, BLOCK)
     scales = blocks.abs().mean(1, keepdim=True)
     positive = blocks >= 0
@@ -113,7 +115,7 @@ def compressed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def expanded(rows: torch.Tensor) -> torch.Tensor:
-    """What `compressed` kept."""
+    """Decode the rows of `compressed`."""
     bits, scales = rows[:, : BLOCK // 8], rows[:, BLOCK // 8 :].contiguous().view(torch.float32)
     positive = (bits.unsqueeze(-1) & _places(rows)) != 0
     return torch.where(positive.flatten(1), scales, -scales).flatten()

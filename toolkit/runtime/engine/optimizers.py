@@ -1,7 +1,7 @@
-"""Lion, LAMB and LARS in plain torch: the same on every device, and under every ZeRO stage.
+"""Lion, LAMB and LARS in plain torch: equal on every device and under every ZeRO stage.
 
-LAMB and LARS scale each layer's update by norms of that layer. A sharded optimizer holds flat pieces of many layers;
-`Layers` knows which piece belongs to which, and adds the norms up over the ranks that hold the rest.
+LAMB and LARS scale each layer's update by norms of that layer. A sharded optimizer holds flat pieces of many layers.
+`Layers` knows which piece belongs to which layer, and sums norms over the ranks that hold the other pieces.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.engine.onebit_adam import OneBitAdam
 
 TRUST = 0.001
-"""LARS: how far one update at learning rate 1 moves a layer, relative to its norm (You et al. 2017)."""
+"""LARS: size of one update at learning rate 1 relative to the layer's norm (You et al. 2017)."""
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A layer's elements inside a tensor that the optimizer updates."""
+    """The elements of a layer inside a tensor that the optimizer updates."""
 
     layer: int
     start: int
@@ -34,24 +34,24 @@ class Layers:
     """Which elements of the optimizer's tensors form a layer."""
 
     spans: Mapping[torch.Tensor, Sequence[Span]] = field(default_factory=dict)
-    """For tensors that hold pieces of several layers; others are a layer each, and whole."""
+    """Spans of tensors that hold pieces of several layers; empty if every tensor is one complete layer."""
     count: int = 0
-    """Layers of the model."""
-    add_up: Sum = lambda squares: squares
-    """The sum over the ranks that hold the other pieces. Collective."""
+    """Number of layers in the model."""
+    sum_over_ranks: Sum = lambda squares: squares
+    """Sums over the ranks that hold the other pieces. Collective."""
 
     def norms(self, owner: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norms of every layer, a row for each of `values`, which are laid out as `owner`."""
+        """Norms of every layer: one row for each of `values`, which are laid out like `owner`."""
         if not self.spans:
             return torch.stack([torch.linalg.vector_norm(value).reshape(1) for value in values])
         squares = torch.zeros(len(values), self.count, device=owner.device)
         for row, value in enumerate(values):
             for span in self.spans.get(owner, ()):
                 squares[row, span.layer] = torch.linalg.vector_norm(value[span.start : span.stop]).square()
-        return self.add_up(squares).sqrt()
+        return self.sum_over_ranks(squares).sqrt()
 
     def scale(self, owner: torch.Tensor, value: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """`value`, each layer's elements times its factor; in place."""
+        """Multiply each layer's elements of `value` by its factor, in place."""
         if not self.spans:
             return value.mul_(factors[0])
         for span in self.spans.get(owner, ()):
@@ -60,9 +60,10 @@ class Layers:
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """An update rule over tensors and what the optimizer keeps for each.
+    """An optimizer from an update rule that may need norms of layers.
 
-    Until `begin` it does nothing: DeepSpeed (0.19) takes a step with zero gradients when it makes some engines.
+    `step` does nothing before `begin`: DeepSpeed 0.19.8 takes a step with zero gradients when it creates some of its
+    optimizers (see `deepspeed_fixups.undo_first_step`).
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], rule: Rule, train: Train, lr: float) -> None:
@@ -71,12 +72,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     def begin(self, layers: Layers) -> None:
-        """From now on, steps count."""
+        """Take steps from now on."""
         self._layers = layers
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every tensor that has a gradient."""
+        """Update every tensor that has a gradient."""
         if self._layers is None:
             return
         for group in self.param_groups:
@@ -87,11 +88,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
 
 Rule = Callable[[torch.Tensor, torch.Tensor, dict[str, Any], Train, Layers], torch.Tensor]
-"""Weight, gradient, kept states, settings, layers → what to subtract at learning rate 1."""
+"""(weight, gradient, optimizer state, settings, layers) → what to subtract at learning rate 1."""
 
 
 def lion(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train: Train, layers: Layers) -> torch.Tensor:
-    """The sign of a moment, with decoupled decay (Chen et al. 2023): element by element."""
+    """Lion (Chen et al. 2023): the sign of a moment, with decoupled weight decay; element-wise."""
     (first, second), moment = train.betas, _kept(state, "exp_avg", weight)
     change = moment.mul(first).add_(grad, alpha=1 - first).sign_().add_(weight, alpha=train.weight_decay)
     moment.mul_(second).add_(grad, alpha=1 - second)
@@ -99,7 +100,7 @@ def lion(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train:
 
 
 def lamb(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train: Train, layers: Layers) -> torch.Tensor:
-    """Adam's update, as long as its layer's weights (You et al. 2020)."""
+    """LAMB (You et al. 2020): Adam's update, rescaled to the norm of its layer's weights."""
     first, second = train.betas
     mean, square = _kept(state, "exp_avg", weight), _kept(state, "exp_avg_sq", weight)
     state["step"] = int(state.get("step", 0)) + 1
@@ -113,7 +114,7 @@ def lamb(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train:
 
 
 def lars(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train: Train, layers: Layers) -> torch.Tensor:
-    """SGD with momentum whose steps are a share of each layer's norm (You et al. 2017)."""
+    """LARS (You et al. 2017): SGD with momentum, with updates proportional to each layer's norm."""
     momentum, decay = _kept(state, "momentum_buffer", weight), train.weight_decay
     size, steep = layers.norms(weight, [weight, grad])
     factors = TRUST * size / (steep + decay * size)
@@ -129,7 +130,7 @@ Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
 def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Make | None, dict[str, Any]]:
-    """What makes the optimizer if it is one of ours, and the DeepSpeed config that goes with it."""
+    """(factory of the optimizer if it is one of ours, DeepSpeed config to use with it)."""
     lr = float(config["optimizer"]["params"]["lr"])
     rest = {key: value for key, value in config.items() if key != "optimizer"}
     if train.optimizer == "onebit_adam":

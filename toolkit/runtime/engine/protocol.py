@@ -1,4 +1,4 @@
-"""What the training loop needs from an engine: steps, evaluation, state for checkpoints."""
+"""The interface between the training loop and an engine: steps, evaluation, state for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.runtime.models.micro_batch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step did, the same on every rank and under every strategy."""
+    """Result of a step, equal on every rank and under every strategy."""
 
     loss: torch.Tensor
     """Cross-entropy averaged over the counted tokens of the global batch; still on the device."""
@@ -26,36 +26,36 @@ class StepResult:
     lr: float
     """Learning rate of the update."""
     skipped: bool = False
-    """Whether no update was made, because gradients overflowed."""
+    """Whether the update was skipped because gradients overflowed."""
     loss_scale: float | None = None
-    """What the loss was multiplied by, in fp16."""
+    """Loss scale of fp16 for the next step; None in other precisions."""
     micro_square: float | None = None
-    """Mean square norm of a micro-batch's gradient, where it is measured."""
+    """Mean squared norm of a micro-batch's gradient, if measured."""
     own_faults: torch.Tensor | None = None
-    """What this rank's own forward and backward pass gave that is no number; looked at only after a bad step."""
+    """Passes in which this rank turned finite values into NaN or infinity; read only after a bad step."""
 
 
 @dataclass(frozen=True)
 class EvaluationSums:
-    """What an evaluation adds up: the same on every rank."""
+    """Sums of an evaluation, equal on every rank."""
 
     loss: float = 0.0
-    """Cross-entropies."""
+    """Sum of cross-entropies."""
     counted: int = 0
-    """Tokens, or samples with a class."""
+    """Number of counted tokens, or of samples with a class."""
     correct: int = 0
-    """Those whose likeliest value was right."""
+    """Number of those that the model predicts correctly."""
 
     def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return EvaluationSums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
 
 
 class Engine(Protocol):
-    """What the trainer drives."""
+    """An engine that the training loop drives."""
 
     @property
     def replica(self) -> int:
-        """Which data-parallel replica this rank is part of."""
+        """Index of the data-parallel replica that this rank is part of."""
 
     @property
     def state(self) -> Stateful:
@@ -65,7 +65,7 @@ class Engine(Protocol):
         """Train on this replica's share of a global batch."""
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
-        """Losses of this replica's share of a global batch, added up over all replicas; nothing is learned."""
+        """Losses of this replica's share of a global batch, summed over all replicas; no update."""
 
     def watch(self, clock: Clock) -> None:
-        """Tell a clock which part of a step runs, from now on."""
+        """Report to this clock which part of a step is running, from now on."""

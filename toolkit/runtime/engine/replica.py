@@ -1,4 +1,4 @@
-"""The DeepSpeed engine behind one call: a global batch in, loss and gradient norm out."""
+"""Engine of data parallel, ZeRO, tensor and sequence parallel: DeepSpeed's engine behind one call per step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ReplicaParts:
 
 
 class ReplicaEngine:
-    """Data parallel, ZeRO and tensor parallel: a replica is one model, whole or in shards, called in one piece."""
+    """`Engine` of one rank whose forward pass runs the complete model, or its tensor shards, in one call."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class ReplicaEngine:
         self._after_backward = parts.after_backward
         self._sums = train.grad_reduce == "sum"
         self._accumulated = mesh.plan.grad_accum
-        self._faults = NonFiniteCounter(device())
+        self._nonfinite = NonFiniteCounter(device())
         self._clock: Clock = NoClock()
-        model.get_input_embeddings().register_forward_hook(self._faults.after_embedding)  # type: ignore[operator]
+        model.get_input_embeddings().register_forward_hook(self._nonfinite.after_embedding)  # type: ignore[operator]
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
@@ -107,13 +107,13 @@ class ReplicaEngine:
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan, tokens = self._mesh.plan, counted_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
         self._accumulate(len(batch))
-        # DeepSpeed divides by micro-batches and ranks; this makes it the mean over counted tokens.
+        # DeepSpeed divides by micro-batches and ranks; this weight makes the result the mean over counted tokens.
         weight = len(batch) * self._mesh.token_ranks / max(tokens, 1)
         if self._sums:
             weight *= plan.global_batch // plan.grad_accum * len(batch)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
-        self._faults.reset()
+        self._nonfinite.reset()
         self._scaling.begin()
         try:
             for micro in batch:
@@ -126,9 +126,9 @@ class ReplicaEngine:
                 self._check_once()
                 with part(self._clock, "optimizer"):
                     self._engine.step()
-        except NonFiniteGradients:  # on every rank alike: the averaged gradients are the same
+        except NonFiniteGradients:  # raised on every rank, because the averaged gradients are equal
             pass
-        faults = self._faults.count + (~torch.isfinite(total)).float()
+        nonfinite = self._nonfinite.count + (~torch.isfinite(total)).float()
         mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
         scale, skipped = self._scaling.last()
         return StepResult(
@@ -139,7 +139,7 @@ class ReplicaEngine:
             skipped=skipped,
             loss_scale=scale,
             micro_square=self._noise.take(len(batch)) if self._noise else None,
-            own_faults=faults,
+            own_faults=nonfinite,
         )
 
     def watch(self, clock: Clock) -> None:
@@ -161,7 +161,12 @@ class ReplicaEngine:
         return EvaluationSums(total, int(counted), int(correct))
 
     def _accumulate(self, micro_batches: int) -> None:
-        """A batch that grows has more micro-batches; DeepSpeed counts them from a step's first."""
+        """Set the number of micro-batches per step, which grows under a batch ramp.
+
+        DeepSpeed 0.19.8's `set_train_batch_size` keeps the micro-step counter, and a step ends where that counter is a
+        multiple of the new number: the next step would end too early or too late. So the counter is set to 0. This can
+        go when `set_train_batch_size` resets `micro_steps`.
+        """
         if micro_batches != self._accumulated:
             engine, self._accumulated = self._engine, micro_batches
             size = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
@@ -175,7 +180,7 @@ class ReplicaEngine:
 
 
 def time_gradient_sync(engine: Any, clock: Clock) -> None:
-    """What the engine does after a backward pass to finish the reduction is gradient synchronisation."""
+    """Attribute the end of the engine's gradient reduction, after a backward pass, to the part `grad_sync`."""
     finish = engine.allreduce_gradients
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -186,5 +191,5 @@ def time_gradient_sync(engine: Any, clock: Clock) -> None:
 
 
 def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
-    """Tokens of the global batch that the loss counts."""
+    """Number of tokens of the global batch that the loss counts. Collective."""
     return int(mesh.sum_over_tokens(torch.tensor(sum(micro.counted for micro in batch), device=device())))

@@ -1,4 +1,9 @@
-"""The training state inside a DeepSpeed engine, as fragments: one small function for each optimizer wrapper."""
+"""The training state inside a DeepSpeed engine, as fragments of Hugging Face parameters.
+
+DeepSpeed 0.19.8 has no interface to the fragments of masters and moments, so each of its optimizer wrappers is read by
+one small function here (`_held_…`), through private attributes. A renamed attribute fails in
+tests/runtime/checkpoint/test_checkpoint.py, which saves and resumes under every wrapper.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +27,20 @@ from toolkit.runtime.models.parameter_shards import layout_of
 
 
 class FullSlice(NamedTuple):
-    """Elements of a rank's tensor in the whole model."""
+    """Position of elements of a rank's tensor in the full parameter."""
 
     name: str
     """Hugging Face name of the full parameter."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape of the full parameter."""
     region: Region
-    """The elements there."""
+    """The elements in the full parameter."""
 
 
 SliceLocator = Callable[[str, int, int], FullSlice]
-"""(name, start, stop) of this rank's tensor → where that is."""
+"""(name, start, stop) in this rank's tensor → position in the full parameter."""
 NOT_STATES = (WEIGHT, BUFFER, "outer_momentum", "exchange_error")
-"""Kinds in a checkpoint that are no states of this optimizer; those with `@` are of other islands."""
+"""Kinds in a checkpoint that are not states of this optimizer; neither are kinds with `@`, of other islands."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -79,7 +84,7 @@ class DeepSpeedState:
         )
 
     def fragments(self) -> Iterator[Fragment]:
-        if vars(self._engine.optimizer).get("swap_optimizer"):  # set by ZeRO 3 alone
+        if vars(self._engine.optimizer).get("swap_optimizer"):  # only ZeRO 3 has it
             raise CheckpointFailed(
                 "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
             )
@@ -99,7 +104,7 @@ class DeepSpeedState:
             )
 
     def drain(self) -> None:
-        """Nothing is ever under way between two steps."""
+        """Nothing to do: no communication is in transit between steps."""
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
         for _, item in self.held():
@@ -153,23 +158,23 @@ class DeepSpeedState:
 
     @property
     def _scaler_object(self) -> Any:
-        """The fp16 loss scaler; what it is called depends on the wrapper."""
+        """The fp16 loss scaler. Its attribute name depends on the optimizer wrapper (DeepSpeed 0.19.8)."""
         attributes = vars(self._engine.optimizer)
         return attributes.get("loss_scaler") or attributes.get("loss_scale_config")
 
     def _scaler(self) -> dict[str, Any]:
-        """What the loss scaler counts; only fp16 has one that moves."""
+        """Counters of the loss scaler; empty unless the precision is fp16."""
         counted = vars(self._scaler_object) if self._engine.fp16_enabled() else {}
         return {key: counted[key] for key in _SCALER_KEYS if isinstance(counted.get(key), int | float)}
 
     def _step_value(self, master: torch.Tensor, steps: int) -> Any:
-        """Adam of torch counts in a tensor beside the master (its fused kernel needs that), DeepSpeed's own in ints."""
+        """A step count as the optimizer stores it: a tensor for torch's fused Adam, an int otherwise."""
         if isinstance(self.base, (torch.optim.Adam, torch.optim.AdamW)):
             return torch.tensor(float(steps), dtype=torch.float32, device=master.device)
         return steps
 
     def held(self) -> Iterator[tuple[str, Held]]:
-        """What this rank's optimizer works on, each with its own name."""
+        """Everything that this rank's optimizer updates, with this rank's parameter name."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             found = _held_stage3(optimizer)
@@ -178,10 +183,10 @@ class DeepSpeedState:
         elif isinstance(optimizer, BF16_Optimizer):
             found = _held_mapped(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
         elif isinstance(optimizer, FP16_UnfusedOptimizer):
-            found = _held_whole(optimizer.fp16_groups, optimizer.fp32_groups)
+            found = _held_complete(optimizer.fp16_groups, optimizer.fp32_groups)
         else:
             groups = [group["params"] for group in optimizer.param_groups]
-            found = _held_whole(groups, groups)
+            found = _held_complete(groups, groups)
         for parameter, master, start, low, high in found:
             name = self.names[parameter]
             whole, shape, region = self._place(name, low, high)
@@ -190,18 +195,18 @@ class DeepSpeedState:
 
 
 Found = Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]
-"""(model's parameter, optimizer's tensor, start in that, start and stop in the flattened parameter)."""
+"""(model's parameter, optimizer's tensor, start in that tensor, start and stop in the flattened parameter)."""
 
 
-def _held_whole(groups: list[list[torch.Tensor]], masters: list[list[torch.Tensor]]) -> Found:
-    """Without ZeRO: every parameter whole."""
+def _held_complete(groups: list[list[torch.Tensor]], masters: list[list[torch.Tensor]]) -> Found:
+    """Without ZeRO: every parameter is complete."""
     for parameters, own in zip(groups, masters, strict=True):
         for parameter, master in zip(parameters, own, strict=True):
             yield parameter, master, 0, 0, parameter.numel()
 
 
 def _held_mapped(groups: list[list[Any]], partitions: list[torch.Tensor]) -> Found:
-    """ZeRO 1 and 2: DeepSpeed's map from a parameter to its part of this rank's flat partition."""
+    """ZeRO 1 and 2: `_hp_mapping` maps a parameter to its part of this rank's flat partition."""
     for parameters, partition in zip(groups, partitions, strict=True):
         for parameter in parameters:
             mapping = parameter._hp_mapping
@@ -211,7 +216,7 @@ def _held_mapped(groups: list[list[Any]], partitions: list[torch.Tensor]) -> Fou
 
 
 def _held_stage3(optimizer: Any) -> Found:
-    """ZeRO 3: each parameter is cut into equal parts, the last one padded."""
+    """ZeRO 3: each parameter is split into equal parts, the last one padded."""
     for group in optimizer.fp16_groups:
         for parameter in group:
             number, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
@@ -221,7 +226,11 @@ def _held_stage3(optimizer: Any) -> Found:
 
 
 def _refresh_stage3(optimizer: Any) -> None:
-    """What the end of DeepSpeed's own step does: masters to the working copy, then the parameters kept whole."""
+    """Copy masters to the 16-bit partitions and to the parameters that are kept gathered.
+
+    DeepSpeed 0.19.8 does this only at the end of its own step. Without it a resumed run would compute its first forward
+    pass with the old weights. It can go when ZeRO 3 has an `update_lp_params`, as ZeRO 1 and 2 have.
+    """
     optimizer._partition_all_parameters()
     for number in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
@@ -231,7 +240,7 @@ def _refresh_stage3(optimizer: Any) -> None:
 
 
 def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that belong to the model's state."""
+    """Buffers that are part of the model's state dict."""
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and name not in child._non_persistent_buffers_set:
@@ -243,16 +252,16 @@ _WHOLE = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
 
 
 def whole_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Hugging Face's name of what AutoEP calls otherwise; `CheckpointFailed` if there is none."""
+    """Hugging Face's name of a parameter that AutoEP (DeepSpeed 0.19.8) has renamed; `CheckpointFailed` if unknown."""
     match = _EXPERT.fullmatch(name)
     found = f"{match[1]}.{_WHOLE[match[2]]}" if match else name.replace(".router.gate.", ".gate.")
     if found not in shapes:
-        raise CheckpointFailed(f"AutoEP's {name} is nothing that the model has; its state can't be saved")
+        raise CheckpointFailed(f"AutoEP's parameter {name} has no counterpart in the model; its state can't be saved")
     return found
 
 
 def expert_places(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> SliceLocator:
-    """Places of this rank's elements, from the shapes of the whole model's parameters."""
+    """Locates this rank's elements in full parameters of these shapes, where experts are distributed over ranks."""
     ranks = mesh.plan.ep
     index = mesh.data % ranks
 
@@ -273,14 +282,14 @@ def expert_places(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> SliceLoc
 
 
 def expert_copies(name: str, mesh: Mesh) -> tuple[int, int]:
-    """This rank's number among those that hold the same elements, and how many these are."""
+    """(index of this rank among those that hold the same elements, their number)."""
     if _EXPERT.fullmatch(name):
         return mesh.data // mesh.plan.ep, mesh.plan.dp // mesh.plan.ep
     return mesh.data, mesh.plan.dp
 
 
 def placed(named: Mapping[str, torch.nn.Parameter]) -> SliceLocator:
-    """Where elements of this rank's parameters are in the whole ones."""
+    """Locates elements of this rank's parameters in the full parameters."""
 
     def place(name: str, low: int, high: int) -> FullSlice:
         parameter = named[name]

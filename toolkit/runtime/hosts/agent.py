@@ -1,7 +1,7 @@
-"""What `toolkit train` starts on each host, through ssh or Ray: it starts and watches the host's workers.
+"""The agent that `toolkit train` starts on each host, through ssh or Ray: it starts and watches the host's workers.
 
-It talks with the controller in lines of JSON: order and pings come in on standard input; greeting, beats, output and
-end go out on standard output. When the controller falls silent or hangs up, the workers end: none is left behind.
+Agent and controller exchange lines of JSON. Order, signals and pings arrive on standard input; greeting, heartbeats,
+output and result leave on standard output. If the controller is silent or closes the connection, all workers are ended.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.supervise import run_all
 
 ROOT = str(Path(__file__).resolve().parents[3])
-"""Where this toolkit is: at the same place on every host."""
+"""Directory of this toolkit; it must be the same on every host."""
 AGENT = ("-m", "toolkit.runtime.hosts.agent")
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
-"""Nothing heard for so long: the other side is lost."""
+"""Without a message for this long, the other side counts as lost."""
 PACKAGES = ("torch", "deepspeed", "transformers")
 BACKSTOP_SECONDS = 10.0
 
 
 def main() -> int:
-    """Greet, take the order, run the host's workers; ends with the controller."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray starts processes that do not hear Ctrl-C
+    """Greet, receive the order, run the host's workers; ends when the controller does."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray (2.40 and later) starts processes with SIGINT blocked
     signal.signal(signal.SIGINT, signal.default_int_handler)
     controller = Controller()
     controller.send(hello=greeting())
@@ -51,7 +51,7 @@ def main() -> int:
             controller.send(refused=reason)
             return 0
         controller.send(end=_run(order))
-    except KeyboardInterrupt:  # hung up, or silent: `run_all` has ended the workers
+    except KeyboardInterrupt:  # the controller is gone; `run_all` has ended the workers
         return RankFailed.exit_code
     finally:
         controller.flush()
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def greeting() -> dict[str, Any]:
-    """What the controller wants to know of this host."""
+    """What the controller needs to know about this host."""
     return {
         "host": socket.gethostname(),
         "address": environment.own_address(),
@@ -71,7 +71,7 @@ def greeting() -> dict[str, Any]:
 
 
 def fingerprint(run: RunDir) -> str:
-    """Of the order in a run directory: hosts that see the same one see the same directory."""
+    """Hash of a run directory's plan and recipe; equal on hosts that see the same directory."""
     try:
         return hashlib.sha256(run.plan.read_bytes() + run.recipe.read_bytes()).hexdigest()
     except OSError as error:
@@ -86,7 +86,7 @@ def _refusal(order: Mapping[str, Any]) -> str:
 
 
 def _run(order: Mapping[str, Any]) -> dict[str, Any]:
-    """How the workers ended."""
+    """Run the workers and return how they ended."""
     os.chdir(order["directory"])
     own = [Command(argv=tuple(c["argv"]), env={**order["env"], **c["env"]}, rank=c["rank"]) for c in order["commands"]]
     try:
@@ -97,7 +97,7 @@ def _run(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Controller:
-    """The other side of standard input and output."""
+    """The agent's connection to the controller over standard input and output."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -106,7 +106,7 @@ class Controller:
         self._orders: list[dict[str, Any]] = []
         self._ordered = threading.Event()
         reading, writing = os.pipe()
-        os.dup2(writing, 1)  # what workers print becomes messages
+        os.dup2(writing, 1)  # output of the workers becomes messages
         os.close(writing)
         self._relay = threading.Thread(target=self._forward, args=(reading,), daemon=True)
         for thread in (self._relay, threading.Thread(target=self._listen, daemon=True)):
@@ -114,7 +114,7 @@ class Controller:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """One line."""
+        """Send one message."""
         try:
             with self._lock:
                 self._out.write(json.dumps(message) + "\n")
@@ -123,12 +123,12 @@ class Controller:
             self._give_up()
 
     def order(self) -> dict[str, Any] | None:
-        """What to run; None if the controller hangs up first."""
+        """The order; None if the controller closes the connection first."""
         self._ordered.wait()
         return self._orders[0] if self._orders else None
 
     def flush(self) -> None:
-        """All output is on its way."""
+        """Send the remaining output."""
         os.close(1)
         self._relay.join(timeout=BEAT_SECONDS)
 
@@ -139,7 +139,7 @@ class Controller:
             if "order" in message:
                 self._orders.append(message["order"])
                 self._ordered.set()
-            elif "signal" in message:  # `run_all` passes it on to the workers
+            elif "signal" in message:  # `run_all` forwards it to the workers
                 os.kill(os.getpid(), message["signal"])
         self._give_up()
 
@@ -154,7 +154,7 @@ class Controller:
             self.send(out=text.decode("utf-8", "replace"))
 
     def _give_up(self) -> None:
-        """Without a controller nothing runs. Should the main thread not return, workers notice that this one ends."""
+        """End the run: interrupt the main thread, then the process. Workers notice when their parent ends."""
         self._ordered.set()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(BACKSTOP_SECONDS)

@@ -1,4 +1,4 @@
-"""The connection to one host's agent: what was heard through it, by whatever way it goes."""
+"""The controller's link to one host's agent, over any channel."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from toolkit.runtime.hosts.agent import BEAT_SECONDS
 
 
 class Channel(Protocol):
-    """The way to an agent: its standard streams, from afar."""
+    """A way to reach an agent: its standard streams."""
 
     def write(self, line: str) -> None:
-        """To the agent; `OSError` or `ValueError` if it is not there."""
+        """Write to the agent's standard input; `OSError` or `ValueError` if it is gone."""
 
     def output(self) -> Iterator[str]:
-        """What the agent says, line by line, to its end."""
+        """Lines of the agent's standard output, until it ends."""
 
     def complaints(self) -> Iterator[str]:
-        """What comes on standard error."""
+        """Lines of standard error."""
 
     def hang_up(self) -> None:
-        """No more input."""
+        """Close the agent's standard input."""
 
     def leave(self, seconds: float) -> None:
-        """Wait for the agent to end, but not longer than that."""
+        """Wait for the agent to end, for at most this long."""
 
     def end(self) -> str:
-        """Why nothing more comes."""
+        """Why the channel is closed."""
 
 
 class HostLink:
-    """One host. What its workers print is printed here."""
+    """The link to one host. Output of its workers is printed here."""
 
     def __init__(
         self, host: Host, channel: Channel, *, env: Mapping[str, str] | None = None, address: str = ""
     ) -> None:
         self.host = host
         self.env = dict(env or {})
-        """Settings of this host's workers alone."""
+        """Environment of this host's workers only."""
         self._address = address
         self.hello: dict[str, Any] = {}
-        """The agent's greeting; empty until it has come."""
+        """The agent's greeting; empty until it has arrived."""
         self.refused = ""
-        """Why the host can't do what was ordered."""
+        """Why the host has refused the order; empty if it has not."""
         self.end: dict[str, Any] | None = None
         """How the workers ended."""
         self.closed = False
-        """Whether nothing more can be heard."""
+        """Whether the channel is closed."""
         self._heard = time.monotonic()
         self._lock = threading.Lock()
         self._complaints: deque[str] = deque(maxlen=5)
@@ -66,34 +66,34 @@ class HostLink:
             thread.start()
 
     def send(self, **message: Any) -> None:
-        """One line; a link that is broken is noticed by its silence."""
+        """Send one message; a broken link is detected by its silence."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             self._channel.write(json.dumps(message) + "\n")
 
     @property
     def address(self) -> str:
-        """Where other hosts reach it."""
+        """Address at which other hosts reach this host."""
         return self._address or self.hello["address"] or self.host.name
 
     def is_lost(self, silence_seconds: float) -> bool:
-        """Whether the host has gone before its workers had ended."""
+        """Whether the host was lost before its workers ended."""
         return self.end is None and not self.refused and (self.closed or self._silent_seconds() > silence_seconds)
 
     def reason(self) -> str:
-        """Why nothing comes from there."""
+        """Why the host is lost."""
         if self._complaints:
             return self._complaints[-1]
         if self.closed:
             return self._channel.end()
-        return f"nothing was heard of it for {self._silent_seconds():.0f} s"
+        return f"no message for {self._silent_seconds():.0f} s"
 
     def hang_up(self) -> None:
-        """The agent ends when nobody speaks to it."""
+        """Close the connection; the agent then ends itself and its workers."""
         with self._lock:
             self._channel.hang_up()
 
     def leave(self, seconds: float) -> None:
-        """Wait for the agent to end, but not longer than that."""
+        """Wait for the agent to end, for at most this long."""
         self._channel.leave(seconds)
         for thread in self._threads[:2]:
             thread.join(timeout=1)
@@ -111,7 +111,7 @@ class HostLink:
             self._heard = time.monotonic()
             try:
                 self._take(json.loads(line))
-            except ValueError:  # a shell's greeting
+            except ValueError:  # not JSON: the greeting of a login shell
                 self._complaints.append(line.strip())
         self.closed = True
 
@@ -123,7 +123,7 @@ class HostLink:
         self.end = message.get("end", self.end)
 
     def _complain(self) -> None:
-        """Before the greeting it is the way there that speaks; afterwards the workers."""
+        """Before the greeting, standard error comes from the channel (ssh); afterwards from the workers."""
         for line in self._channel.complaints():
             if self.hello:
                 print(line, end="", file=sys.stderr, flush=True)

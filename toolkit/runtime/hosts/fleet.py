@@ -1,4 +1,4 @@
-"""Many hosts from one place: an agent on each, and the verdict when a host or one of its ranks is lost."""
+"""Several hosts under one controller: an agent on each, and a diagnosis if a host or one of its ranks is lost."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from toolkit.runtime.hosts.agent_link import HostLink
 from toolkit.runtime.supervision.supervise import GRACE_SECONDS, POLL_SECONDS
 
 ANSWER_SECONDS = 30.0
-"""For a connection, and the host's Python to start."""
+"""Time to connect and to start Python on the host."""
 LEAVE_SECONDS = 8.0
-"""For hosts to end their workers once we have hung up."""
+"""Time for hosts to end their workers after the connection is closed."""
 
 
 class Fleet:
-    """Hosts with an agent each; leaving it ends every worker."""
+    """Hosts with one agent each. Leaving the context ends every worker."""
 
     def __init__(self, links: Sequence[HostLink], source: str) -> None:
         self._links = links
         self._source = source
-        """The option that named the hosts."""
+        """The command-line option that named the hosts."""
 
     def __enter__(self) -> Fleet:
         try:
@@ -51,7 +51,7 @@ class Fleet:
         self.close()
 
     def node(self, index: int) -> Node:
-        """A host's part of the run; all meet on the first host."""
+        """A host's part of the run; the rendezvous is on the first host."""
         first = self._links[0]
         return Node(
             processes=len(first.host.slots),
@@ -62,14 +62,14 @@ class Fleet:
         )
 
     def check(self, backend: str) -> None:
-        """`BadInput` if a host lacks the devices, or has other software than this one."""
+        """`BadInput` if a host lacks devices, or has other software versions than this one."""
         ours = agent.greeting()
         problems = [p for link in self._links for p in _differences(link, ours, backend)]
         if problems:
             raise BadInput(self._source, problems)
 
     def run(self, launcher: str, run: RunDir, backend: str, hang_timeout_seconds: float) -> int:
-        """Start the workers of every host and wait; 0, or the exit code of the contract."""
+        """Start the workers of every host and wait; return 0 or a documented exit code."""
         shutil.rmtree(run.heartbeats, ignore_errors=True)
         path = run.path.resolve()
         shared = {
@@ -88,7 +88,7 @@ class Fleet:
             return self._watch(run)
 
     def close(self) -> None:
-        """Hang up: agents end their workers and themselves."""
+        """Close all connections; agents then end their workers and themselves."""
         for link in self._links:
             link.hang_up()
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -96,7 +96,7 @@ class Fleet:
             link.leave(max(0.0, deadline - time.monotonic()))
 
     def _greet(self) -> None:
-        """Until every host has answered; those that do not are named, all of them."""
+        """Wait until every host has answered; `BadInput` names all that have not."""
         deadline = time.monotonic() + ANSWER_SECONDS
         _until(lambda: all(link.hello or link.closed for link in self._links), deadline)
         problems = [Problem(link.host.name, link.reason()) for link in self._links if not link.hello]
@@ -116,7 +116,7 @@ class Fleet:
     def _check_refusals(self) -> None:
         refused = [Problem(link.host.name, link.refused) for link in self._links if link.refused]
         if refused:
-            time.sleep(GRACE_SECONDS)  # the fault often meets all
+            time.sleep(GRACE_SECONDS)  # often all hosts refuse: wait for the others
             raise BadInput("hosts", [Problem(link.host.name, link.refused) for link in self._links if link.refused])
 
     def _check_lost(self, run: RunDir) -> None:
@@ -127,10 +127,10 @@ class Fleet:
             raise HostLost(text, [link.host.name for link in lost])
 
     def _verdict(self, run: RunDir) -> int:
-        """Who failed first: a lost host, else the rank that did not just lose another."""
+        """Report what failed first: a lost host, else the rank that did not merely lose another."""
         beats = heartbeat.read_all(run.heartbeats).values()
         by_itself = any(beat.exit_code and not beat.lost_others for beat in beats)
-        # Ranks that lost another one tell it before the silence of its host has been noticed.
+        # Ranks that lost another rank report that before its host's silence is noticed: wait for a lost host first.
         seconds = GRACE_SECONDS if by_itself else SILENCE_SECONDS + GRACE_SECONDS
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not all(link.end for link in self._links):
@@ -139,9 +139,9 @@ class Fleet:
         self._check_lost(run)
         ends = [(link, link.end) for link in self._links if link.end and link.end["code"]]
         for _, end in ends:
-            if not end["text"]:  # the workers have said it
+            if not end["text"]:  # the workers have reported it themselves
                 return int(end["code"])
-        # The host of the rank that failed tells most; hosts whose ranks only lost another one are its witnesses.
+        # The host of the rank that failed knows most; hosts whose ranks only lost another rank are witnesses.
         _, end = min(ends, key=lambda one: self._is_witness(one[0], run))
         raise getattr(errors, end["kind"], RankFailed)(end["text"])
 
@@ -152,7 +152,7 @@ class Fleet:
         return bool(own) and all(beat.lost_others for beat in own)
 
     def _forward(self, number: signal.Signals) -> None:
-        """To every host, so that its workers save."""
+        """Forward a signal to every host, so that its workers save."""
         for link in self._links:
             link.send(signal=int(number))
 

@@ -1,4 +1,4 @@
-"""The way to a node's agent through Ray: an actor in the node's bundle holds the agent's pipes."""
+"""Channel to a node's agent through Ray: an actor in the node's bundle holds the agent's pipes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from toolkit.runtime.hosts.agent import AGENT, ROOT
 
 ANSWER_SECONDS = 10.0
-"""For the actor to take a line; the order among them."""
+"""Time for the actor to write a line."""
 CALLS = 8
-"""Methods of the actor that may run at a time: two readers, writers, the wait for its end."""
+"""Methods of the actor that run concurrently: two readers, writers, the wait for its end."""
 
 
 class RayChannel:
-    """One actor, which has all devices of its node's bundle: Ray shows them to it, and so to the workers."""
+    """One actor with all devices of its node's bundle: Ray makes them visible to it, and so to the workers."""
 
     def __init__(self, group: PlacementGroup, index: int, resource: str, devices: int) -> None:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -34,26 +34,26 @@ class RayChannel:
         self._end = "its agent has ended"
 
     def address(self, seconds: float) -> str:
-        """Where other nodes reach this one; `RayError` if its actor does not start."""
+        """Address at which other nodes reach this one; `RayError` if its actor does not start."""
         return str(ray.get(self._actor.address.remote(), timeout=seconds))
 
     def write(self, line: str) -> None:
-        """To the agent. Settings go this way, too: as arguments they are in no log, no file and no command line."""
+        """Write to the agent. The environment travels this way too, so it appears in no log, file or command line."""
         try:
             ray.get(self._actor.write.remote(line), timeout=ANSWER_SECONDS)
         except RayError as error:
             raise OSError(reason(error)) from None
 
     def output(self) -> Iterator[str]:
-        """What the agent says."""
+        """Lines of the agent's standard output."""
         return self._lines("stdout")
 
     def complaints(self) -> Iterator[str]:
-        """What the agent and the workers say on standard error."""
+        """Lines that the agent and the workers write to standard error."""
         return self._lines("stderr")
 
     def hang_up(self) -> None:
-        """No more input."""
+        """Close the agent's standard input."""
         with contextlib.suppress(RayError):
             ray.get(self._actor.hang_up.remote(), timeout=ANSWER_SECONDS)
 
@@ -64,7 +64,7 @@ class RayChannel:
         ray.kill(self._actor)
 
     def end(self) -> str:
-        """Why nothing more comes."""
+        """Why the channel is closed."""
         return self._end
 
     def _lines(self, stream: str) -> Iterator[str]:
@@ -79,14 +79,14 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
 
 
 def reason(error: BaseException) -> str:
-    """The sentence that says it: Ray puts identifiers before it, and guesses behind it."""
+    """The informative sentence of a Ray error; Ray puts identifiers before it and guesses after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("The actor")] or lines or [type(error).__name__]
-    return told[-1].partition(". ")[0].rstrip(".")
+    sentences = [line for line in lines if line.startswith("The actor")] or lines or [type(error).__name__]
+    return sentences[-1].partition(". ")[0].rstrip(".")
 
 
 class AgentProcess:
-    """One node's agent; methods are called at the same time, from several threads."""
+    """Actor with one node's agent as a child process; its methods are called from several threads."""
 
     def __init__(self, root: str, words: Sequence[str]) -> None:
         self._lock = threading.Lock()
@@ -102,13 +102,13 @@ class AgentProcess:
         )
 
     def address(self) -> str:
-        """Where other nodes reach this one."""
+        """Address at which other nodes reach this one."""
         import ray
 
         return str(ray.util.get_node_ip_address())
 
     def write(self, line: str) -> None:
-        """To the agent."""
+        """Write to the agent's standard input."""
         assert self._process.stdin is not None
         with self._lock:
             self._process.stdin.write(line)
@@ -119,11 +119,11 @@ class AgentProcess:
         return str(getattr(self._process, stream).readline())
 
     def hang_up(self) -> None:
-        """The agent ends when nobody speaks to it."""
+        """Close the agent's standard input; it then ends."""
         assert self._process.stdin is not None
         with self._lock:
             self._process.stdin.close()
 
     def wait(self) -> int:
-        """Until the agent has ended; its exit code."""
+        """Wait until the agent has ended; return its exit code."""
         return self._process.wait()

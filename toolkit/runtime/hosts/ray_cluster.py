@@ -1,4 +1,4 @@
-"""A Ray cluster as hosts: reached or started, devices reserved by a placement group, an agent on each node."""
+"""A Ray cluster as hosts: connect or start, reserve devices by a placement group, start an agent on each node."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from toolkit.runtime.hosts.fleet import Fleet
 from toolkit.runtime.hosts.ray_channel import RayChannel, reason
 
 CONNECT_SECONDS = 30.0
-"""For a cluster to take this process in. Ray itself would try for minutes."""
+"""Time to connect to a cluster. Ray (2.40 and later) would try for minutes."""
 PLACE_SECONDS = 60.0
-"""For devices to become free."""
+"""Time for devices to become free."""
 ACTOR_SECONDS = 60.0
-"""For Ray to start a process on a node."""
+"""Time for Ray to start a process on a node."""
 STORE_BYTES = 80 * 2**20
-"""Object store of a cluster of our own: nothing but short lines goes through it."""
+"""Object store of a cluster that we start; only short lines go through it."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 
 
 def connect(address: str) -> None:
-    """Join the cluster at `address`; `BadInput` if it does not answer. A second call changes nothing."""
+    """Connect to the cluster at `address`; `BadInput` if it does not answer. A second call has no effect."""
     if ray.is_initialized():
         return
     _knock(address)
@@ -44,19 +44,19 @@ def connect(address: str) -> None:
         except Exception as error:
             failures.append(error)
 
-    joining = threading.Thread(target=join, daemon=True)  # it can't be interrupted, but be left
+    joining = threading.Thread(target=join, daemon=True)  # `ray.init` can't be interrupted, but it can be abandoned
     joining.start()
     joining.join(CONNECT_SECONDS)
     if joining.is_alive():
         raise _unreachable(
-            address, f"what answers there is no Ray cluster, or did not say so in {CONNECT_SECONDS:.0f} s"
+            address, f"the address is not a Ray cluster, or did not answer within {CONNECT_SECONDS:.0f} s"
         )
     if failures:
         raise _unreachable(address, str(failures[0]).strip().splitlines()[0])
 
 
 def start(resource: str, devices: int) -> None:
-    """A cluster of this host alone, with as many devices; it ends with this process."""
+    """Start a cluster on this host with this many devices; it ends with this process."""
     if not ray.is_initialized():
         gpus = devices if resource == "GPU" else 0
         count = {"num_cpus": max(1, 0 if gpus else devices), "num_gpus": gpus}
@@ -64,7 +64,7 @@ def start(resource: str, devices: int) -> None:
 
 
 def nodes() -> list[RayNode]:
-    """The nodes that live."""
+    """The live nodes of the cluster."""
     found = [(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     return [
         RayNode(
@@ -79,10 +79,10 @@ def nodes() -> list[RayNode]:
 
 @contextmanager
 def ray_fleet(cluster: Cluster, address: str) -> Iterator[Fleet]:
-    """An agent on each of as many nodes as the plan has; leaving it gives everything back.
+    """A fleet with an agent on each node of the plan. Leaving the context releases all resources.
 
-    One bundle a node, on different nodes (STRICT_SPREAD), each with all devices of the node that the plan uses: plans
-    are made for equal nodes, and ranks of one node must see one another's devices.
+    One bundle per node, on different nodes (STRICT_SPREAD), with all devices of the node that the plan uses: plans are
+    made for equal nodes, and ranks of one node must see each other's devices.
     """
     resource, count, each = resource_of(cluster.device.backend), cluster.nodes, cluster.devices_per_node
     if address:
@@ -127,7 +127,7 @@ def _links(group: PlacementGroup, resource: str, count: int, each: int) -> list[
 
 
 def _knock(address: str) -> None:
-    """Ray tries for minutes where nobody is: see who is there first."""
+    """Check that something listens at the address: Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         if address == "auto":

@@ -1,4 +1,4 @@
-"""The way to a host's agent through ssh."""
+"""Channel to a host's agent through ssh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "Ser
 
 
 class SshChannel:
-    """A process of ssh."""
+    """An ssh process that runs the agent."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -29,33 +29,33 @@ class SshChannel:
             text=True,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # Ctrl-C is ours to pass on
+            start_new_session=True,  # the controller forwards Ctrl-C itself
         )
 
     def write(self, line: str) -> None:
-        """To the agent."""
+        """Write to the agent's standard input."""
         assert self._process.stdin is not None
         self._process.stdin.write(line)
         self._process.stdin.flush()
 
     def output(self) -> Iterator[str]:
-        """What the agent says."""
+        """Lines of the agent's standard output."""
         assert self._process.stdout is not None
         yield from self._process.stdout
 
     def complaints(self) -> Iterator[str]:
-        """What ssh and the workers say on standard error."""
+        """Lines that ssh and the workers write to standard error."""
         assert self._process.stderr is not None
         yield from self._process.stderr
 
     def hang_up(self) -> None:
-        """No more input."""
+        """Close the agent's standard input."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def leave(self, seconds: float) -> None:
-        """Wait for the agent to end; ssh is not waited for any longer."""
+        """Wait for the agent to end, for at most this long; then kill ssh."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -63,24 +63,24 @@ class SshChannel:
             self._process.wait()
 
     def end(self) -> str:
-        """Why nothing more comes."""
+        """Why the channel is closed."""
         return f"ssh ended with exit code {self._process.wait()}"
 
 
 def ssh_links(hosts: Sequence[Host], backend: str) -> list[HostLink]:
-    """A link to every host."""
+    """A link to each host."""
     if shutil.which("ssh") is None:
         raise BadInput("--hostfile", "ssh is not installed here; install openssh-client")
     return [HostLink(host, SshChannel(_argv(host)), env=_visible(host, backend)) for host in hosts]
 
 
 def _argv(host: Host) -> tuple[str, ...]:
-    """ssh hands its words to a shell on the other side: they are quoted, and hold no setting of the user."""
+    """The ssh command. A remote shell parses its words, so they are quoted. It holds no settings of the user."""
     remote = ["env", f"PYTHONPATH={ROOT}", sys.executable, *AGENT]
     return (*SSH, "--", host.name, shlex.join(remote))
 
 
 def _visible(host: Host, backend: str) -> dict[str, str]:
-    """Which devices a host's workers see; all ranks of a host count from 0."""
+    """Environment that limits a host's workers to its slots; ranks of a host count devices from 0."""
     names = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
     return {names[backend]: ",".join(map(str, host.slots))} if backend in names else {}

@@ -1,9 +1,10 @@
-"""An island that never waits for the others: what it learns goes out by letter, what they learn comes in.
+"""Asynchronous local SGD: publish a change after each round, apply those of other islands as they arrive; no barrier.
 
-All islands share `S`. A round starts at `S`; at its end an island takes what has arrived, and `S` moves by its own
-change and by theirs. A change counts by `1 / (1 + n)`, `n` being the changes of others since the round began: equal
-islands count alike, one that lags counts less, and one that is alone counts in full. The weight travels with the
-letter, so that `S` moves alike everywhere. Steps are claimed a round (a chunk) at a time: whoever is faster does more.
+All islands share `S`. A round starts at `S`. At its end an island applies the updates that have arrived, and `S` moves
+by its own change and by theirs. A change is weighted by `1 / (1 + n)`, where `n` is the number of changes of other
+islands since the round began: equally fast islands have equal weights, a slow one counts less, and a lone one counts in
+full. The weight is part of the update, so `S` moves equally everywhere. Islands claim steps one round at a time, so
+faster islands do more rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed
@@ -35,41 +36,43 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 POLL_SECONDS = 0.1
-KEPT_LETTERS = 4
-"""Of each island, for one that has just come in and is about to fetch them."""
-T = TypeVar("T")
+KEPT_UPDATES = 4
+"""Newest updates of an island that stay in the store, for an island that has just joined and is about to fetch them."""
 
 
 @dataclass(frozen=True)
 class Waits:
-    """What an island does while it waits."""
+    """Callbacks while an island waits."""
 
     tick: Callable[[], object]
-    """It lives."""
+    """Reports that the process is alive."""
     stopping: Callable[[], bool]
     """Whether this process was asked to stop."""
 
 
 class AsyncIslandEngine:
-    """`Engine` of one rank of such an island; `rounds` says which steps are its own."""
+    """`Engine` of one rank of an asynchronous island; `rounds` yields the steps that the island has claimed."""
 
-    def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, member: Membership, total_steps: int) -> None:
-        self._inner, self._mesh, self._outer, self._member = inner, mesh, outer, member
-        self._total_steps, self._steps = total_steps, mesh.plan.local_steps
-        self._all_chunks = -(-total_steps // self._steps)
+    def __init__(
+        self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, membership: Membership, total_steps: int
+    ) -> None:
+        self._inner, self._mesh, self._outer, self._membership = inner, mesh, outer, membership
+        self._island = membership.island
+        self._total_steps, self._round_steps = total_steps, mesh.plan.local_steps
+        self._num_rounds = -(-total_steps // self._round_steps)
         self._clock: Clock = NoClock()
-        self._first = mesh.data == 0
-        # Of its own, over host memory: agreements of an island's ranks.
+        self._is_first_rank = mesh.data == 0
+        # A gloo group of its own, over host memory: the ranks of an island agree while the device computes.
         self._group = torch.distributed.new_group(backend="gloo") if mesh.plan.dp > 1 else None
-        self._mailbox = UpdateStore(member, mesh.data, mesh.plan.dp)
+        self._store = UpdateStore(membership, mesh.data, mesh.plan.dp)
         self._masters = FlatMasters(inner.state, mesh)
-        self._wire = ErrorFeedbackCodec(outer.bits, self._masters.part())
-        self._state = AsyncIslandState(inner.state, self._masters, self._wire)
-        self._over = False
-        self._rounds = 0
-        self._chunk = 0
+        self._codec = ErrorFeedbackCodec(outer.bits, self._masters.part())
+        self._state = AsyncIslandState(inner.state, self._masters, self._codec)
+        self._run_is_over = False
+        self._rounds_done = 0
+        self._round = 0
         self._joined: Joined
-        self._postman: BackgroundTransfer
+        self._transfer: BackgroundTransfer
 
     @property
     def replica(self) -> int:
@@ -86,8 +89,8 @@ class AsyncIslandEngine:
 
     @property
     def own_steps(self) -> int:
-        """Steps that this island has done in this life."""
-        return self._rounds * self._steps
+        """Steps that this island has done since this process started."""
+        return self._rounds_done * self._round_steps
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock
@@ -99,47 +102,45 @@ class AsyncIslandEngine:
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(batch)
         done = int(self._inner.state.counters()["scheduler_steps"])
-        if done % self._steps == 0 or done == self._total_steps:
+        if done % self._round_steps == 0 or done == self._total_steps:
             with part(self._clock, "grad_sync"):
                 self._finish_round()
         return result
 
     def rounds(self, waits: Waits) -> Iterator[range]:
-        """Steps to do, a round at a time, until all islands together have done all; nothing if asked to stop."""
-        joined = join(self._mailbox, self._member, self._state, self._agree, waits.tick)
+        """Steps to train, one round at a time, until all islands together have done all, or a stop is requested."""
+        joined = join(self._store, self._membership, self._state, self._agree, waits.tick)
         if joined is None:
-            self._over = True
+            self._run_is_over = True
             return
         self._joined = joined
-        if self._first:
-            self._mailbox.number(f"beat/{self._member.island}", 1)  # before it claims anything
-        own = joined.own_letters
-        self._postman = BackgroundTransfer(self._member, self._mesh.data, self._mesh.plan.dp, joined.seen, own_from=own)
+        if self._is_first_rank:
+            self._store.number(f"beat/{self._island}", 1)  # alive before it claims anything
+        self._transfer = BackgroundTransfer(
+            self._membership, self._mesh.data, self._mesh.plan.dp, joined.seen, own_until=joined.own_updates
+        )
         try:
-            while (chunk := self._next(waits)) is not None:
-                self._chunk = chunk
-                begin = chunk * self._steps
+            while (number := self._next_round(waits)) is not None:
+                self._round = number
+                begin = number * self._round_steps
                 self._inner.state.set_counters({**self._inner.state.counters(), "scheduler_steps": begin})
-                yield range(begin, min(begin + self._steps, self._total_steps))
-            while self._postman.sending:
+                yield range(begin, min(begin + self._round_steps, self._total_steps))
+            while self._transfer.sending:
                 time.sleep(POLL_SECONDS)
                 waits.tick()
-            self._tell_complete()
+            if self._is_first_rank and self.complete:
+                self._store.number("complete", 1)
         finally:
-            self._postman.flush()
-            self._postman.end()
+            self._transfer.flush()
+            self._transfer.end()
 
     @property
     def complete(self) -> bool:
-        """Whether all islands together have done all."""
-        return self._over or len(self._state.chunks) == self._all_chunks
+        """Whether all islands together have done all steps."""
+        return self._run_is_over or len(self._state.completed) == self._num_rounds
 
-    def _tell_complete(self) -> None:
-        if self._first and self.complete:
-            self._mailbox.number("complete", 1)
-
-    def _next(self, waits: Waits) -> int | None:
-        """The chunk to do; None: there is none left, or the run was asked to stop."""
+    def _next_round(self, waits: Waits) -> int | None:
+        """The round to do next; None if none is left or a stop was requested."""
         while True:
             found = self._agree(lambda: "stop" if waits.stopping() else self._claim())
             if found == "wait":
@@ -150,59 +151,59 @@ class AsyncIslandEngine:
             return found if isinstance(found, int) else None
 
     def _claim(self) -> int | str:
-        """Asked on the first rank."""
-        mailbox, own, chunks = self._mailbox, self._member.island, self._state.chunks
-        if self._joined.seen[own] < self._joined.own_letters or self._too_far_ahead():
+        """Claim a round: its number, `wait` or `end`. Called on the island's first rank."""
+        store, own, completed = self._store, self._island, self._state.completed
+        if self._joined.seen[own] < self._joined.own_updates or self._too_far_ahead():
             return "wait"
-        if len(chunks) == self._all_chunks:
+        if len(completed) == self._num_rounds:
             return "end"
-        before = mailbox.read(f"open/{own}")
-        if self._rounds == 0 and before is not None and self._take_over(before):
-            return int(before)  # of an earlier life
-        if mailbox.number("redo/taken") < mailbox.number("redo/count"):
-            chunk = int(mailbox.read(f"redo/{mailbox.number('redo/taken', 1) - 1}"))
+        unfinished = store.read(f"open/{own}")
+        if self._rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
+            return int(unfinished)  # an earlier incarnation of this island had claimed it
+        if store.number("redo/taken") < store.number("redo/count"):
+            number = int(store.read(f"redo/{store.number('redo/taken', 1) - 1}"))
         else:
-            chunk = mailbox.number("next", 1) - 1
-        if chunk >= self._all_chunks:
-            chunk = next((left for left in self._orphans() if self._take_over(left)), -1)
-        if chunk < 0:
+            number = store.number("next", 1) - 1
+        if number >= self._num_rounds:
+            number = next((orphan for orphan in self._orphans() if self._take_over(orphan)), -1)
+        if number < 0:
             return "wait"
-        mailbox.write(f"base/{own}", self._letters())
-        mailbox.write(f"open/{own}", chunk)
-        return chunk
+        store.write(f"base/{own}", self._total_updates())
+        store.write(f"open/{own}", number)
+        return number
 
-    def _take_over(self, chunk: int) -> bool:
-        """Whether this island is the one to do again what an earlier life, or an island that has left, did not end."""
-        taker = self._mailbox.read(f"taker/{chunk}")
-        taken = taker is not None and taker[0] != self._member.island and self._postman.alive(taker[0])
-        if chunk in self._state.chunks or taken or not self._mailbox.first(f"again/{chunk}/{taker}"):
+    def _take_over(self, number: int) -> bool:
+        """Claim a round that an earlier incarnation or a lost island did not finish; False if another island has it."""
+        taker = self._store.read(f"taker/{number}")
+        taken = taker is not None and taker[0] != self._island and self._transfer.alive(taker[0])
+        if number in self._state.completed or taken or not self._store.first(f"again/{number}/{taker}"):
             return False
-        self._mailbox.write(f"taker/{chunk}", self._self)
+        self._store.write(f"taker/{number}", self._self)
         return True
 
     @property
     def _self(self) -> list[int]:
-        return [self._member.island, self._joined.life]
+        return [self._island, self._joined.incarnation]
 
     def _orphans(self) -> list[int]:
-        """Chunks of islands that have left."""
-        others = [island for island in range(self._member.islands) if island != self._member.island]
-        left = [i for i in others if self._postman.has_left(i, self._mailbox.number(f"beat/{i}"))]
-        found = [self._mailbox.read(f"open/{island}") for island in left]
-        return [int(chunk) for chunk in found if chunk is not None and chunk not in self._state.chunks]
+        """Unfinished rounds of islands that have left."""
+        others = [island for island in range(self._membership.islands) if island != self._island]
+        left = [i for i in others if self._transfer.has_left(i, self._store.number(f"beat/{i}"))]
+        found = [self._store.read(f"open/{island}") for island in left]
+        return [int(number) for number in found if number is not None and number not in self._state.completed]
 
-    def _letters(self) -> int:
-        return sum(self._mailbox.letters(island) for island in range(self._member.islands))
+    def _total_updates(self) -> int:
+        return sum(self._store.num_updates(island) for island in range(self._membership.islands))
 
     def _too_far_ahead(self) -> bool:
-        """Whether an island that lives would miss more rounds than is allowed."""
-        for island in range(self._member.islands):
-            if island == self._member.island or not self._postman.alive(island):
+        """Whether a live island would fall behind by more updates than `max_staleness` allows."""
+        for island in range(self._membership.islands):
+            if island == self._island or not self._transfer.alive(island):
                 continue
-            chunk = self._mailbox.read(f"open/{island}")
-            base = self._mailbox.read(f"base/{island}", 0)
-            at_work = chunk is not None and chunk not in self._state.chunks
-            if at_work and self._letters() - base >= self._outer.max_staleness:
+            number = self._store.read(f"open/{island}")
+            base = self._store.read(f"base/{island}", 0)
+            is_training = number is not None and number not in self._state.completed
+            if is_training and self._total_updates() - base >= self._outer.max_staleness:
                 return True
         return False
 
@@ -210,80 +211,84 @@ class AsyncIslandEngine:
     def _finish_round(self) -> None:
         change = self._state.shared - self._masters.part()
         if not bool(torch.isfinite(change).all()):
-            raise LossNotFinite(f"island {self._member.island} has weights that are no numbers; nothing was sent")
-        self._rounds += 1
+            raise LossNotFinite(f"island {self._island} has NaN or infinite weights; no update was published")
+        self._rounds_done += 1
         self._merge(change)
 
     @torch.no_grad()
     def _merge(self, own: torch.Tensor | None) -> None:
-        """Take what has arrived, and send what was learned. Collective over the island."""
+        """Apply the updates that have arrived, and publish this island's own change. Collective over the island."""
         state, seen = self._state, self._joined.seen
-        letters = self._postman.take(self._common(self._postman.waiting()))
-        weight, known, requests = self._agree(lambda: self._answers(letters, sends=own is not None))
+        updates = self._transfer.take(self._smallest(self._transfer.waiting()))
+        weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         shared = state.shared
-        for letter in letters:
-            shared = shared - letter.weight * self._wire.unpack(letter.content)
-            state.chunks.add(letter.chunk)
-            seen[letter.island] += 1
+        for update in updates:
+            shared = shared - update.weight * self._codec.unpack(update.content)
+            state.completed.add(update.round)
+            seen[update.island] += 1
         if own is not None:
-            content = self._wire.pack(own)
-            shared = shared - weight * self._wire.unpack(content)
-            state.chunks.add(self._chunk)
-            letter = Update(self._member.island, self._serial(), self._chunk, weight, content)
-            self._postman.send(partial(UpdateStore.post, letter=letter, life=self._joined.life))
+            content = self._codec.pack(own)
+            shared = shared - weight * self._codec.unpack(content)
+            state.completed.add(self._round)
+            update = Update(self._island, self._serial(), self._round, weight, content)
+            self._transfer.send(partial(UpdateStore.publish, update=update, incarnation=self._joined.incarnation))
             self._joined.sent += 1
-            seen[self._member.island] += 1
-        if own is not None or letters:
+            seen[self._island] += 1
+        if own is not None or updates:
             state.shared = shared
             self._masters.write(shared)
-        self._keep_house(known, requests)
+        self._serve_others(known, requests)
 
     def _serial(self) -> int:
-        return self._joined.own_letters + self._joined.sent
+        return self._joined.own_updates + self._joined.sent
 
-    def _answers(self, letters: list[Update], *, sends: bool) -> tuple[float, int, list[int]]:
-        """Asked on the first rank: a change's weight, own letters that all others have, and who wants a snapshot."""
-        mailbox, own = self._mailbox, self._member.island
-        others = [i for i in range(self._member.islands) if i != own and self._postman.alive(i)]
-        behind = sum(letter.island != own for letter in letters)
-        if self._rounds <= 1:
-            behind = max(behind, len(others))  # their first letters are not here yet
-        if sends and mailbox.read(f"taker/{self._chunk}", self._self) != self._self:
-            raise RankFailed(f"island {own} was away for so long that others have done its round; start it again")
-        seen = [mailbox.read(f"seen/{island}") for island in others]
+    def _answers(self, updates: list[Update], *, publishes: bool) -> tuple[float, int, list[int]]:
+        """(weight of the own change, own updates that all others have, snapshot requests to serve).
+
+        Called on the island's first rank.
+        """
+        store, own = self._store, self._island
+        others = [i for i in range(self._membership.islands) if i != own and self._transfer.alive(i)]
+        behind = sum(update.island != own for update in updates)
+        if self._rounds_done <= 1:
+            behind = max(behind, len(others))  # the others' first updates have not arrived yet
+        if publishes and store.read(f"taker/{self._round}", self._self) != self._self:
+            raise RankFailed(f"island {own} was away so long that another island redid its round; start it again")
+        seen = [store.read(f"seen/{island}") for island in others]
         known = min([row[own] for row in seen if row], default=self._serial())
-        wanted = mailbox.number("want/count")
+        wanted = store.number("want/count")
         requests = [
             i
             for i in range(self._joined.answered, wanted)
-            if mailbox.read(f"want/{i}", own) != own and mailbox.first(f"want/{i}/served")
+            if store.read(f"want/{i}", own) != own and store.first(f"want/{i}/served")
         ]
         self._joined.answered = wanted
         return 1 / (1 + behind), known, requests
 
-    def _keep_house(self, known: int, requests: list[int]) -> None:
+    def _serve_others(self, known: int, requests: list[int]) -> None:
+        """Send requested snapshots, report which updates this island has, drop its updates that all others have."""
         state, joined = self._state, self._joined
         for request in requests:
-            snapshot = Snapshot(list(joined.seen), state.chunks.counters(), state.shared.view(torch.uint8))
-            self._postman.send(partial(UpdateStore.give, request=request, snapshot=snapshot))
-        if self._first:
-            self._mailbox.write(f"seen/{self._member.island}", joined.seen)
-        last = min(known, self._serial() - KEPT_LETTERS)
+            snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared.view(torch.uint8))
+            self._transfer.send(partial(UpdateStore.put_snapshot, request=request, snapshot=snapshot))
+        if self._is_first_rank:
+            self._store.write(f"seen/{self._island}", joined.seen)
+        last = min(known, self._serial() - KEPT_UPDATES)
         if last > joined.dropped:
-            self._postman.send(partial(UpdateStore.drop, serials=range(joined.dropped, last)))
+            self._transfer.send(partial(UpdateStore.drop, serials=range(joined.dropped, last)))
             joined.dropped = last
 
-    def _common(self, counts: list[int]) -> list[int]:
-        """What every rank of the island has."""
+    def _smallest(self, counts: list[int]) -> list[int]:
+        """The smallest of each count over the ranks of the island. Collective over the island."""
         found = torch.tensor(counts)
         if self._group is not None:
             torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=self._group)
         return [int(count) for count in found]
 
     def _agree(self, ask: Callable[[], Any]) -> Any:
-        """The first rank's answer, on every rank; what goes wrong there is raised on all."""
+        """The first rank's answer, on every rank; an error there is raised on all. Collective over the island."""
         answer: Any = None
-        if self._first:
+        if self._is_first_rank:
             try:
                 answer = ask()
             except Exception as error:

@@ -1,4 +1,4 @@
-"""How an island comes in: first of all, afresh with the others, or into a run that goes on without it."""
+"""How an island joins: as founder, with the others at the start, or into a run in progress."""
 
 from __future__ import annotations
 
@@ -16,110 +16,116 @@ from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 
 POLL_SECONDS = 0.1
 DELIVERY_SECONDS = 600.0
-"""For a snapshot over a slow link; then another island is asked."""
+"""Time for a snapshot over a slow link; after that another island is asked."""
 Agree = Callable[[Callable[[], Any]], Any]
-"""Asks on the first rank; the answer on every rank."""
+"""Calls a function on the island's first rank and returns its answer on every rank."""
 
 
 @dataclass
 class Joined:
-    """An island's place in the run."""
+    """Position of an island in the run."""
 
-    life: int
-    """How often it has come in."""
+    incarnation: int
+    """How often the island has joined, this time included."""
     seen: list[int]
-    """Letters of each island that are in its state."""
-    own_letters: int
-    """Letters that it had sent before."""
+    """Updates of each island that are part of its state."""
+    own_updates: int
+    """Updates that earlier incarnations have published."""
     sent: int = 0
-    """And since."""
+    """Updates that this incarnation has published."""
     answered: int = 0
-    """Requests for snapshots that it has looked at."""
+    """Snapshot requests that it has looked at."""
     dropped: int = 0
-    """Own letters below this number were taken out of the mailbox."""
+    """Its updates with smaller serial numbers were removed from the store."""
 
 
 def join(
-    mailbox: UpdateStore, member: Membership, state: AsyncIslandState, agree: Agree, tick: Callable[[], object]
+    store: UpdateStore, membership: Membership, state: AsyncIslandState, agree: Agree, tick: Callable[[], object]
 ) -> Joined | None:
-    """Come in with the state at hand, or with another island's; None: the run is over. Collective over the island."""
-    life = agree(lambda: mailbox.number(f"joined/{member.island}", 1))
-    ways = Ways(mailbox, member, life, state.chunks)
+    """Join with the state at hand or with another island's; None if the run is over. Collective over the island."""
+    own = membership.island
+    incarnation = agree(lambda: store.number(f"joined/{own}", 1))
+    protocol = JoinProtocol(store, membership, incarnation, state.completed)
     while True:
-        way = agree(ways.next)
-        if way == "wait":
+        decision = agree(protocol.next)
+        if decision == "wait":
             tick()
             time.sleep(POLL_SECONDS)
             continue
-        if way == "over":
+        if decision == "over":
             return None
-        if isinstance(way, int):
-            snapshot = mailbox.given(way)
-            state.take(snapshot.content.view(torch.float32), CompletedRounds.of(snapshot.counters))
-            own = agree(lambda: mailbox.letters(member.island))
-            return Joined(life, snapshot.seen, own, dropped=own)
-        seen, own = agree(lambda: (ways.letters(), mailbox.letters(member.island)))
-        return Joined(life, [0] * member.islands if way == "fresh" else seen, own, dropped=own)
+        if isinstance(decision, int):
+            snapshot = store.take_snapshot(decision)
+            state.adopt(snapshot.content.view(torch.float32), CompletedRounds.of(snapshot.counters))
+            published = agree(lambda: store.num_updates(own))
+            return Joined(incarnation, snapshot.seen, published, dropped=published)
+        seen, published = agree(lambda: (protocol.num_updates(), store.num_updates(own)))
+        return Joined(
+            incarnation, [0] * membership.islands if decision == "fresh" else seen, published, dropped=published
+        )
 
 
-class Ways:
-    """What the first rank finds out."""
+class JoinProtocol:
+    """Decides how to join. Used on the island's first rank."""
 
-    def __init__(self, mailbox: UpdateStore, member: Membership, life: int, chunks: CompletedRounds) -> None:
-        self._mailbox, self._member, self._life, self._chunks = mailbox, member, life, chunks
+    def __init__(
+        self, store: UpdateStore, membership: Membership, incarnation: int, completed: CompletedRounds
+    ) -> None:
+        self._store, self._membership = store, membership
+        self._incarnation, self._completed = incarnation, completed
         self._request: int | None = None
         self._served_at: float | None = None
         self._heard: tuple[list[int], float] = ([], time.monotonic())
 
-    def letters(self) -> list[int]:
-        """Letters of every island."""
-        return [self._mailbox.letters(island) for island in range(self._member.islands)]
+    def num_updates(self) -> list[int]:
+        """Number of published updates of every island."""
+        return [self._store.num_updates(island) for island in range(self._membership.islands)]
 
     def next(self) -> str | int:
-        """`wait`, `over`, `fresh`, `founded`, or the number of a request that was answered."""
-        mailbox, own = self._mailbox, self._member.island
-        if mailbox.number("complete"):
+        """`wait`, `over`, `fresh`, `founded`, or the number of a snapshot request that was answered."""
+        store, own = self._store, self._membership.island
+        if store.number("complete"):
             return "over"
-        epoch = mailbox.number("founded")
+        epoch = store.number("founded")
         if epoch == 0:
-            return self._found(0) if own == self._member.founder else "wait"
-        if self._life == 1 and not len(self._chunks) and self._request is None and not mailbox.number("base"):
-            mailbox.write(f"seen/{own}", [0] * self._member.islands)  # before the look: nothing is dropped any more
-            if not sum(self.letters()):
+            return self._found(0) if own == self._membership.founder else "wait"
+        if self._incarnation == 1 and not len(self._completed) and self._request is None and not store.number("base"):
+            store.write(f"seen/{own}", [0] * self._membership.islands)  # written first: from here on nothing is dropped
+            if not sum(self.num_updates()):
                 return "fresh"
         if self._request is None:
-            self._request = mailbox.number("want/count", 1) - 1
-            mailbox.write(f"want/{self._request}", own)
-        if mailbox.complete(self._request):
+            self._request = store.number("want/count", 1) - 1
+            store.write(f"want/{self._request}", own)
+        if store.has_snapshot(self._request):
             return self._request
         if self._server_is_lost(self._request):
             self._request = self._served_at = None
-        return self._found(epoch) if self._nobody_lives() else "wait"
+        return self._found(epoch) if self._all_are_silent() else "wait"
 
     def _found(self, epoch: int) -> str:
-        """Begin with this island's own state: what is not in it is to be done again."""
-        mailbox = self._mailbox
-        if not mailbox.first(f"founding/{epoch}"):
+        """Start the run with this island's own state: rounds that are missing from it are done again."""
+        store = self._store
+        if not store.first(f"founding/{epoch}"):
             return "wait"
-        end = mailbox.number("next") if epoch else max(self._chunks.beyond, default=self._chunks.below - 1) + 1
-        for chunk in self._chunks.missing(end):
-            mailbox.write(f"redo/{mailbox.number('redo/count')}", chunk)
-            mailbox.number("redo/count", 1)
+        end = store.number("next") if epoch else max(self._completed.beyond, default=self._completed.below - 1) + 1
+        for number in self._completed.missing(end):
+            store.write(f"redo/{store.number('redo/count')}", number)
+            store.number("redo/count", 1)
         if not epoch:
-            mailbox.number("next", end)
-            mailbox.number("base", end)
-        mailbox.number("founded", 1)
+            store.number("next", end)
+            store.number("base", end)
+        store.number("founded", 1)
         return "founded"
 
     def _server_is_lost(self, request: int) -> bool:
-        """Whether an island has promised a snapshot, and does not deliver."""
-        if self._served_at is None and self._mailbox.number(f"want/{request}/served"):
+        """Whether an island has promised the snapshot but does not deliver it in time."""
+        if self._served_at is None and self._store.number(f"want/{request}/served"):
             self._served_at = time.monotonic()
         return self._served_at is not None and time.monotonic() - self._served_at > DELIVERY_SECONDS
 
-    def _nobody_lives(self) -> bool:
-        """Whether no island has given a sign of life for long."""
-        beats = [self._mailbox.number(f"beat/{island}") for island in range(self._member.islands)]
+    def _all_are_silent(self) -> bool:
+        """Whether no island's heartbeat has moved for `DEAD_SECONDS`."""
+        beats = [self._store.number(f"beat/{island}") for island in range(self._membership.islands)]
         if beats != self._heard[0]:
             self._heard = (beats, time.monotonic())
         return time.monotonic() - self._heard[1] > DEAD_SECONDS

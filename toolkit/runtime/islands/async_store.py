@@ -1,7 +1,7 @@
-"""What islands that never wait for one another share: a store with letters, claims and signs of life.
+"""The store that asynchronous islands share: published updates, claimed rounds, heartbeats, snapshots.
 
-A letter is what an island has learned in a round, cut as its ranks hold it: a rank writes to, and reads from, those
-with its place in other islands. Numbers and raw bytes only: nothing here is ever unpickled.
+An update is the change of an island's weights in one round, sharded as the island is: a rank writes for, and reads
+from, the ranks with its index in other islands. It holds numbers and raw bytes only; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,105 +19,112 @@ from toolkit.errors import RankFailed
 from toolkit.run_dir.async_islands import Membership
 
 PIECE_BYTES = 4 << 20
-"""A store (torch 2.13) takes no value above 8 MiB."""
-PATIENCE = datetime.timedelta(seconds=60)
+"""Larger values are split. torch 2.13's TCPStore closes the connection on values above 8 MiB; it can go when a `set` of
+16 MiB works."""
+TIMEOUT = datetime.timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
 class Update:
-    """One rank's part of what an island has learned in a round."""
+    """One rank's shard of the change of an island's weights in one round."""
 
     island: int
     serial: int
-    """Number among the letters of its island."""
-    chunk: int
-    """Which steps it was learned in."""
+    """Number among the updates of its island."""
+    round: int
+    """Round in which the island was trained, counted over all islands."""
     weight: float
-    """With what share it counts, on every island alike."""
+    """Weight of the change, equal on every island."""
     content: torch.Tensor
-    """Bytes."""
+    """The encoded change, as bytes."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of what an island shares with the others."""
+    """One rank's shard of the shared weights, for an island that joins."""
 
     seen: list[int]
-    """Letters of every island that are in it."""
+    """Updates of every island that it includes."""
     counters: dict[str, float]
-    """Chunks that are in it: see `Chunks`."""
+    """Rounds that it includes, as `CompletedRounds.counters` writes them."""
     content: torch.Tensor
+    """The weights, as bytes."""
 
 
 def serve(host: str, port: int) -> TCPStore:
-    """A mailbox in this process, for as long as the object lives; port 0: any."""
-    return TCPStore(host, port, None, True, wait_for_workers=False, timeout=PATIENCE)
+    """Serve a store from this process for as long as the object lives; port 0 picks a free one."""
+    return TCPStore(host, port, None, True, wait_for_workers=False, timeout=TIMEOUT)
 
 
 class UpdateStore:
-    """One connection of one rank. Each thread has its own: a store answers one question at a time."""
+    """One rank's connection to the store. A connection answers one call at a time, so each thread has its own.
 
-    def __init__(self, member: Membership, rank: int, ranks: int) -> None:
-        self._member, self._rank, self._ranks = member, rank, ranks
+    Keys keep the names of the first version ("letter", "chunk", "life"), so that islands of different versions can meet
+    in one store.
+    """
+
+    def __init__(self, membership: Membership, rank: int, ranks: int) -> None:
+        self._membership, self._rank, self._ranks = membership, rank, ranks
+        host, port = membership.host, membership.port
         try:
-            self._store = TCPStore(member.host, member.port, None, False, wait_for_workers=False, timeout=PATIENCE)
+            self._store = TCPStore(host, port, None, False, wait_for_workers=False, timeout=TIMEOUT)
         except Exception as error:
-            raise RankFailed(f"the mailbox at {member.host}:{member.port} can't be reached: {error}") from None
+            raise RankFailed(f"the update store at {host}:{port} can't be reached: {error}") from None
 
     def number(self, key: str, plus: int = 0) -> int:
-        """A number that all share, after `plus` was added to it; 0 at first."""
+        """Add `plus` to a shared counter and return it; counters start at 0."""
         return int(self._store.add(key, plus))
 
     def first(self, key: str) -> bool:
-        """Whether nobody has asked this before: one of all who ask gets true."""
+        """Whether this is the first call with this key, over all islands."""
         return self.number(key, 1) == 1
 
     def write(self, key: str, value: Any) -> None:
-        """A small value, as JSON."""
+        """Write a small value as JSON."""
         self._store.set(key, json.dumps(value))
 
     def read(self, key: str, default: Any = None) -> Any:
-        """The same."""
+        """Read a JSON value; `default` if the key is absent."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else default
 
-    def post(self, letter: Update, life: int) -> None:
-        """Leave this rank's part; the letter is there once every rank has done so."""
-        place = f"letter/{letter.island}/{letter.serial}/{life}"
-        self._put(f"{place}/{self._rank}", letter.content)
+    def publish(self, update: Update, incarnation: int) -> None:
+        """Publish this rank's shard; the update becomes visible once every rank of the island has done so."""
+        place = f"letter/{update.island}/{update.serial}/{incarnation}"
+        self._put(f"{place}/{self._rank}", update.content)
         if self.number(f"{place}/parts", 1) == self._ranks:
-            head = {"chunk": letter.chunk, "weight": letter.weight, "life": life}
-            self.write(f"letter/{letter.island}/{letter.serial}", head)
-            self.number(f"letters/{letter.island}", 1)
+            head = {"chunk": update.round, "weight": update.weight, "life": incarnation}
+            self.write(f"letter/{update.island}/{update.serial}", head)
+            self.number(f"letters/{update.island}", 1)
 
-    def letters(self, island: int) -> int:
-        """How many letters of an island are there."""
+    def num_updates(self, island: int) -> int:
+        """Number of updates that an island has published."""
         return self.number(f"letters/{island}")
 
     def fetch(self, island: int, serial: int) -> Update:
-        """This rank's part of a letter that is there."""
+        """This rank's shard of a published update."""
         head = self.read(f"letter/{island}/{serial}")
         content = self._get(f"letter/{island}/{serial}/{head['life']}/{self._rank}")
         return Update(island, serial, head["chunk"], head["weight"], content)
 
     def drop(self, serials: Iterable[int]) -> None:
-        """Letters of this island that everybody has."""
+        """Remove this rank's shards of own updates that all islands have."""
         for serial in serials:
-            head = self.read(f"letter/{self._member.island}/{serial}")
-            self._remove(f"letter/{self._member.island}/{serial}/{head['life']}/{self._rank}")
+            head = self.read(f"letter/{self._membership.island}/{serial}")
+            self._remove(f"letter/{self._membership.island}/{serial}/{head['life']}/{self._rank}")
 
-    def give(self, request: int, snapshot: Snapshot) -> None:
-        """This rank's part of what a newcomer has asked for."""
+    def put_snapshot(self, request: int, snapshot: Snapshot) -> None:
+        """Write this rank's shard of a snapshot that a joining island has requested."""
         self._put(f"snapshot/{request}/{self._rank}", snapshot.content)
         if self._rank == 0:
             self.write(f"snapshot/{request}", [snapshot.seen, snapshot.counters])
         self.number(f"snapshot/{request}/parts", 1)
 
-    def complete(self, request: int) -> bool:
-        """Whether all of what was asked for is there."""
+    def has_snapshot(self, request: int) -> bool:
+        """Whether all shards of a requested snapshot have arrived."""
         return self.number(f"snapshot/{request}/parts") == self._ranks
 
-    def given(self, request: int) -> Snapshot:
-        """This rank's part of what was asked for; it is then taken away."""
+    def take_snapshot(self, request: int) -> Snapshot:
+        """Read this rank's shard of a requested snapshot and remove it from the store."""
         seen, counters = self.read(f"snapshot/{request}")
         content = self._get(f"snapshot/{request}/{self._rank}")
         self._remove(f"snapshot/{request}/{self._rank}")

@@ -1,4 +1,4 @@
-"""Letters come and go behind the training: threads of their own, with connections of their own."""
+"""Background transfer of updates: threads with their own connections send, fetch and beat during training."""
 
 from __future__ import annotations
 
@@ -13,102 +13,105 @@ from toolkit.runtime.islands.async_store import Update, UpdateStore
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
 FLUSH_SECONDS = 5.0
-"""For the last letter of an island that was asked to stop."""
+"""Time for the last update of an island that was asked to stop."""
 DEAD_SECONDS = 10.0
-"""An island that gives no sign of life for so long has left; it may come back."""
+"""An island without a heartbeat for this long has left; it may join again."""
 
 Task = Callable[[UpdateStore], None]
 
 
 class BackgroundTransfer:
-    """Of one rank: sends what it is given, and fetches what others send."""
+    """One rank's threads: one runs queued tasks, one fetches updates of other islands, one sends heartbeats."""
 
-    def __init__(self, member: Membership, rank: int, ranks: int, fetched: list[int], *, own_from: int) -> None:
-        """`fetched`: letters of each island that are known; from `own_from` on it sends those of its own."""
-        self._member, self._own_from = member, own_from
+    def __init__(self, membership: Membership, rank: int, ranks: int, fetched: list[int], *, own_until: int) -> None:
+        """`fetched`: number of updates of each island that are known already. `own_until`: of this island's own
+        updates, fetch only those before this serial number (of earlier incarnations); this one sends the rest itself.
+        """
+        self._membership, self._own_until = membership, own_until
         self._rank, self._ranks = rank, ranks
         self._fetched = list(fetched)
         self._outgoing: queue.Queue[Task] = queue.Queue()
-        self._arrived: list[list[Update]] = [[] for _ in range(member.islands)]
+        self._arrived: list[list[Update]] = [[] for _ in range(membership.islands)]
         self._failure: Exception | None = None
-        self._lives: dict[int, tuple[int, float]] = {}
-        self._beats = rank == 0
+        self._beats: dict[int, tuple[int, float]] = {}
+        """Newest heartbeat of each island, and when it was first seen."""
         self._ended = threading.Event()
         for work in (self._send, self._fetch, self._beat):
             threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
 
-    def send(self, errand: Task) -> None:
-        """Run it soon, after those before it."""
-        self._outgoing.put(errand)
+    def send(self, task: Task) -> None:
+        """Run a task in the background, after those queued before it."""
+        self._outgoing.put(task)
 
     @property
     def sending(self) -> bool:
-        """Whether something is still on its way out."""
+        """Whether a task is queued or running."""
         return self._outgoing.unfinished_tasks > 0
 
     def waiting(self) -> list[int]:
-        """How many letters of each island can be taken; what went wrong is raised here."""
+        """Number of fetched updates of each island; an error of a background thread is raised here."""
         if self._failure is not None:
             raise self._failure
-        return [len(letters) for letters in self._arrived]
+        return [len(updates) for updates in self._arrived]
 
     def take(self, counts: list[int]) -> list[Update]:
-        """So many of each island, in their order."""
-        taken = [letter for letters, count in zip(self._arrived, counts, strict=True) for letter in letters[:count]]
-        for letters, count in zip(self._arrived, counts, strict=True):
-            del letters[:count]
+        """Remove and return this many fetched updates of each island, oldest first."""
+        taken = [update for updates, count in zip(self._arrived, counts, strict=True) for update in updates[:count]]
+        for updates, count in zip(self._arrived, counts, strict=True):
+            del updates[:count]
         return taken
 
     def alive(self, island: int) -> bool:
-        """Whether an island has given a sign of life lately. Known to the first rank only."""
-        _, since = self._lives.get(island, (0, time.monotonic()))
+        """Whether an island's heartbeat has moved within `DEAD_SECONDS`. Only the island's first rank knows."""
+        _, since = self._beats.get(island, (0, time.monotonic()))
         return time.monotonic() - since < DEAD_SECONDS
 
     def has_left(self, island: int, beat: int) -> bool:
-        """Whether it has not, though asked just now: it may have come in since the last look."""
-        return not self.alive(island) and self._lives[island][0] == beat
+        """Whether an island is not alive. `beat`: its newest heartbeat, because it may have joined again since."""
+        return not self.alive(island) and self._beats[island][0] == beat
 
     def flush(self) -> None:
-        """Give what is on its way out a little time."""
+        """Wait for queued tasks, for at most `FLUSH_SECONDS`."""
         deadline = time.monotonic() + FLUSH_SECONDS
         while self.sending and self._failure is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
     def end(self) -> None:
-        """Nothing more is sent or fetched."""
+        """End the threads."""
         self._ended.set()
 
     def _guarded(self, work: Callable[[UpdateStore], None]) -> None:
         try:
-            mailbox = UpdateStore(self._member, self._rank, self._ranks)
+            store = UpdateStore(self._membership, self._rank, self._ranks)
             while not self._ended.is_set():
-                work(mailbox)
-        except Exception as error:  # whatever it is, it belongs to the run's own thread
+                work(store)
+        except Exception as error:  # any error is raised in the main thread, by `waiting`
             if not self._ended.is_set():
                 self._failure = error
 
-    def _send(self, mailbox: UpdateStore) -> None:
+    def _send(self, store: UpdateStore) -> None:
         try:
-            errand = self._outgoing.get(timeout=POLL_SECONDS)
+            task = self._outgoing.get(timeout=POLL_SECONDS)
         except queue.Empty:
             return
-        errand(mailbox)
+        task(store)
         self._outgoing.task_done()
 
-    def _fetch(self, mailbox: UpdateStore) -> None:
-        for island in range(self._member.islands):
-            there = mailbox.letters(island)
-            there = min(there, self._own_from) if island == self._member.island else there
-            while self._fetched[island] < there:
-                self._arrived[island].append(mailbox.fetch(island, self._fetched[island]))
+    def _fetch(self, store: UpdateStore) -> None:
+        for island in range(self._membership.islands):
+            published = store.num_updates(island)
+            if island == self._membership.island:
+                published = min(published, self._own_until)
+            while self._fetched[island] < published:
+                self._arrived[island].append(store.fetch(island, self._fetched[island]))
                 self._fetched[island] += 1
         self._ended.wait(POLL_SECONDS)
 
-    def _beat(self, mailbox: UpdateStore) -> None:
-        if self._beats:
-            mailbox.number(f"beat/{self._member.island}", 1)
-            for island in range(self._member.islands):
-                beat = mailbox.number(f"beat/{island}")
-                if self._lives.get(island, (None, 0.0))[0] != beat:
-                    self._lives[island] = (beat, time.monotonic())
+    def _beat(self, store: UpdateStore) -> None:
+        if self._rank == 0:
+            store.number(f"beat/{self._membership.island}", 1)
+            for island in range(self._membership.islands):
+                beat = store.number(f"beat/{island}")
+                if self._beats.get(island, (None, 0.0))[0] != beat:
+                    self._beats[island] = (beat, time.monotonic())
         self._ended.wait(BEAT_SECONDS)

@@ -1,4 +1,4 @@
-"""What an island gives to checkpoints: masters are shared by all, moments are its own, the outer state is shared."""
+"""Checkpoint state of islands: all share masters and outer state; each has its own optimizer moments."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
 MOMENTUM = "outer_momentum"
 """Kind of the outer optimizer's state in checkpoints."""
 ERROR = "exchange_error"
-"""Kind of what rounding has taken from an island's messages."""
+"""Kind of the error feedback: what quantization has rounded away and is still to be sent."""
 FOREIGN = "@"
-"""In a kind: which island it is of, for states that islands do not share."""
+"""Separates a kind from the island's number, for states that islands do not share."""
 
 
 class IslandState:
@@ -38,14 +38,14 @@ class IslandState:
             if fragment.kind not in (WEIGHT, BUFFER):
                 yield replace(fragment, kind=self._kind(fragment))
             else:
-                yield replace(fragment, copy=fragment.copies) if island else fragment  # the first island saves it
+                yield replace(fragment, copy=fragment.copies) if island else fragment  # island 0 saves it
         for fragment in self._exchange.masters.fragments(MOMENTUM, self._exchange.momentum):
             yield replace(fragment, copy=fragment.copies) if island else fragment
         for fragment in self._exchange.masters.fragments(ERROR, self._exchange.error):
             yield replace(fragment, kind=self._kind(fragment))
 
     def _kind(self, fragment: Fragment) -> str:
-        """Under its own name on the first island, and where a checkpoint of other islands is read."""
+        """The kind with the island's number; without it on island 0, or if the checkpoint has no such kind."""
         own = f"{fragment.kind}{FOREIGN}{self._mesh.island}"
         if not self._mesh.island or (self._own_kinds and own not in self._own_kinds[fragment.name]):
             return fragment.kind
@@ -68,26 +68,26 @@ class IslandState:
 
 
 class AsyncIslandState:
-    """`Stateful` of one rank; between rounds its masters are what all islands share."""
+    """`Stateful` of one rank of an asynchronous island; between rounds its masters equal the shared weights."""
 
-    def __init__(self, inner: Stateful, masters: FlatMasters, wire: ErrorFeedbackCodec) -> None:
-        self._inner, self._masters, self._wire = inner, masters, wire
+    def __init__(self, inner: Stateful, masters: FlatMasters, codec: ErrorFeedbackCodec) -> None:
+        self._inner, self._masters, self._codec = inner, masters, codec
         self.shared = masters.part()
-        """This rank's part of what islands share, in host memory; replaced, never changed in place."""
-        self.chunks = CompletedRounds()
-        """What is in it."""
+        """This rank's part of the shared weights, in host memory; replaced, never changed in place."""
+        self.completed = CompletedRounds()
+        """Rounds whose changes are part of `shared`."""
 
-    def take(self, shared: torch.Tensor, chunks: CompletedRounds) -> None:
-        """Go on from another island's state; the optimizer's moments stay. Collective over the island."""
-        self.shared, self.chunks = shared, chunks
+    def adopt(self, shared: torch.Tensor, completed: CompletedRounds) -> None:
+        """Continue from another island's weights; the optimizer's moments stay. Collective over the island."""
+        self.shared, self.completed = shared, completed
         self._masters.write(shared)
 
     def drain(self) -> None:
-        """Letters that are under way belong to the next state."""
+        """Nothing to do: updates in transit belong to the next state."""
 
     def fragments(self) -> Iterator[Fragment]:
         yield from self._inner.fragments()
-        yield from self._masters.fragments(ERROR, self._wire.error)
+        yield from self._masters.fragments(ERROR, self._codec.error)
 
     def prepare(self, kinds: Mapping[str, Collection[str]], steps: int) -> None:
         self._inner.prepare(kinds, steps)
@@ -97,8 +97,8 @@ class AsyncIslandState:
         self.shared = self._masters.part()
 
     def counters(self) -> dict[str, float]:
-        return {**self._inner.counters(), **self.chunks.counters()}
+        return {**self._inner.counters(), **self.completed.counters()}
 
     def set_counters(self, counters: dict[str, float]) -> None:
         self._inner.set_counters(counters)
-        self.chunks = CompletedRounds.of(counters)
+        self.completed = CompletedRounds.of(counters)

@@ -1,8 +1,8 @@
-"""Islands that train by themselves and exchange weights every so many steps.
+"""Synchronous local SGD: islands train independently and average their weights every `local_steps` steps.
 
-Each island is an ordinary engine with its own ZeRO group. Ranks with the same place in their islands hold the same
-fragments of the fp32 masters, so the exchange is one reduction between them, sharded as the island is; what islands
-share is never gathered on one rank.
+Each island is an ordinary engine with its own ZeRO group. Ranks with the same index in their islands hold the same
+fragments of the fp32 masters. So the exchange is one all-reduce between these ranks, sharded as the island is, and no
+rank ever gathers the complete weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.runtime.models.micro_batch import MicroBatch
 
 
 class IslandEngine:
-    """One rank of an island."""
+    """`Engine` of one rank of an island."""
 
     def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, last_step: int) -> None:
         self._inner, self._mesh, self._last_step = inner, mesh, last_step
@@ -73,7 +73,7 @@ class IslandEngine:
         self._inner.watch(clock)
 
     def _together(self, result: StepResult) -> StepResult:
-        """At an exchange, loss and tokens are those of all islands; between two, of the own island."""
+        """At an exchange, loss and tokens are those of all islands; between exchanges, those of this island."""
         sums = torch.tensor([float(result.loss) * result.tokens, result.tokens], dtype=torch.float64, device=device())
         dist.all_reduce(sums, group=self._mesh.island_group)
         tokens = int(sums[1])

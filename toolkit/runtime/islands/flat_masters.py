@@ -1,4 +1,4 @@
-"""A rank's fp32 masters as one flat tensor, and its part of them in an island."""
+"""A rank's part of an island's fp32 masters, as one flat tensor."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from toolkit.runtime.distributed.process_group import device
 
 
 class FlatMasters:
-    """What an island exchanges: under ZeRO a rank's own fragments, else its equal part of what all ranks hold."""
+    """Under ZeRO a rank's own fragments; otherwise an equal part of the masters, which all ranks of the island hold."""
 
     def __init__(self, state: Stateful, mesh: Mesh) -> None:
         self._state, self._mesh = state, mesh
         self._shares = mesh.plan.zero_stage == 0 and mesh.plan.dp > 1
 
     def part(self) -> torch.Tensor:
-        """A copy of this rank's part, end to end, in host memory."""
+        """A copy of this rank's part in host memory, concatenated."""
         whole = flat([fragment.tensor for fragment in self._weights()]).cpu()
         if not self._shares:
             return whole
@@ -30,7 +30,7 @@ class FlatMasters:
         return padded[self._mesh.data * width : (self._mesh.data + 1) * width].clone()
 
     def write(self, part: torch.Tensor) -> None:
-        """Make these the masters; the ranks of an island bring their parts together. Collective over the island."""
+        """Overwrite the masters with the parts of all ranks of the island. Collective over the island."""
         found = part
         if self._shares:
             found = torch.empty(part.numel() * self._mesh.plan.dp, device=device())
@@ -43,7 +43,7 @@ class FlatMasters:
         self._state.refresh()
 
     def fragments(self, kind: str, state: torch.Tensor) -> Iterator[Fragment]:
-        """A tensor that is laid out as `part`, as fragments of the parameters: views of it."""
+        """Views of a tensor laid out as `part`, as fragments of the parameters."""
         weights = self._weights()
         low = self._mesh.data * len(state) if self._shares else 0
         begin = 0
@@ -61,5 +61,5 @@ class FlatMasters:
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of all of them, end to end."""
+    """A copy of all tensors, concatenated."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors]) if tensors else torch.zeros(0, device=device())

@@ -1,9 +1,9 @@
-"""How islands come together: at once, or behind the steps of the next round.
+"""Outer step of local SGD / DiLoCo: blocking, or overlapped with the next round.
 
-`S` is what all islands share; an island is at `S` less its own changes that the others have not got yet. A round's
-mean change moves `S`. Where nobody waits, that mean arrives while the next round is trained: some steps into it, or at
-its end, `S` moves by the mean, and the island goes on from the new `S` with what it has learned since. So a change of
-every island counts once, late, and only changes that are not exchanged yet are an island's own.
+`S` is the weights that all islands share. An island is at `S` minus its own changes that have not been exchanged yet.
+The mean change of a round moves `S`. If the exchange overlaps, the mean arrives during the next round: after
+`delay_steps` steps, or at its end, `S` moves by the mean, and the island continues from the new `S` with the changes it
+has made since. So every change counts once, though late.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ from toolkit.runtime.islands.quantize import QuantizedMean
 
 
 class OuterStep:
-    """Brings the islands' masters together; one a rank."""
+    """One rank's part of the outer step."""
 
     def __init__(self, state: Stateful, mesh: Mesh, outer: Outer) -> None:
         self._outer, self._mesh = outer, mesh
         self.masters = FlatMasters(state, mesh)
         self.shared = self.masters.part()
-        """`S`: this rank's part of it, like all of the outer state in host memory."""
+        """This rank's part of `S`, in host memory like all of the outer state."""
         self.momentum = torch.zeros_like(self.shared if outer.optimizer == "nesterov" else self.shared[:0])
         self.error = torch.zeros(self.shared.numel() if outer.bits < 32 else 0)
-        """What rounding has taken from this rank's messages and is to be sent yet."""
+        """Error feedback: what quantization has rounded away from this rank's messages and is still to be sent."""
         self._own = self.shared[:0]
-        self._coming: Future[torch.Tensor] | None = None
-        # A group of its own, over host memory: it talks while the island trains, and may take long.
+        self._in_transit: Future[torch.Tensor] | None = None
+        # A gloo group of its own, over host memory: it communicates for a long time while the island trains.
         self._group = mesh.between_islands()
         self._reduce = QuantizedMean(outer.bits, self._group, self.error).mean if outer.bits < 32 else self._sum
         self._thread = ThreadPoolExecutor(1, "exchange")
 
     @torch.no_grad()
     def run(self) -> None:
-        """A round is over. Collective over the ranks with the same place in their islands, then over the island."""
+        """Exchange after a round. Collective over ranks with the same index in their islands, then over the island."""
         self.catch_up()
         self._own = self.shared - self.masters.part()
-        self._coming = self._thread.submit(self._reduce, self._own.clone())
+        self._in_transit = self._thread.submit(self._reduce, self._own.clone())
         if self._outer.mode == "wait":
             self.drain()
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """From here the mean that was under way counts instead of the own change. Collective as `run`."""
-        if self._coming is not None:
+        """Replace the island's own change by the mean that was in transit. Collective like `run`."""
+        if self._in_transit is not None:
             since = self.shared - self._own - self.masters.part()
             self._move()
             self.masters.write(self.shared - since)
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Wait for what is under way: then all islands are at `S`. Only at a round's end. Collective as `run`."""
-        if self._coming is not None:
+        """At the end of a round: wait for the exchange in transit; then all islands are at `S`. Collective."""
+        if self._in_transit is not None:
             self._move()
             self.masters.write(self.shared)
 
     def reset(self) -> None:
-        """The masters were loaded: all islands are there."""
-        if self._coming is not None:
-            self._coming.result()  # the others have sent it, too
-            self._coming = None
+        """Start again from the masters, which were just loaded on all islands."""
+        if self._in_transit is not None:
+            self._in_transit.result()  # every island has sent it, so it completes
+            self._in_transit = None
         self.shared = self.masters.part()
 
     def _move(self) -> None:
-        """Move `S` by the mean that was under way."""
-        assert self._coming is not None
-        mean = self._coming.result()
-        self._coming = None
+        """Move `S` by the mean that was in transit."""
+        assert self._in_transit is not None
+        mean = self._in_transit.result()
+        self._in_transit = None
         if self._outer.optimizer == "nesterov":
             self.momentum.mul_(self._outer.momentum).add_(mean)
             mean = self._outer.lr * (mean + self._outer.momentum * self.momentum)

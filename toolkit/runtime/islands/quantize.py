@@ -1,4 +1,4 @@
-"""Tensors in 8 or 4 bits for a slow link: blocks with a scale each, and what rounding took is given back later."""
+"""Quantization to 8 or 4 bits for slow links: one scale per block, with error feedback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed
 
 BLOCK = 256
-"""Elements that share a scale: 4 bytes in 256, and an outlier spoils its own block only."""
+"""Elements that share a scale. A scale costs 4 bytes per block, and an outlier affects its own block only."""
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Whole blocks of fp32 as bytes: the numbers, then the scales."""
+    """Quantize complete blocks of fp32 to bytes: first the numbers, then the scales."""
     limit = 2 ** (bits - 1) - 1
     rows = values.view(-1, BLOCK)
     scales = rows.abs().amax(dim=1, keepdim=True) / limit
@@ -24,7 +24,7 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, size: int, bits: int) -> torch.Tensor:
-    """What `pack` made of `size` elements, as fp32."""
+    """Dequantize the result of `pack` for `size` elements to fp32."""
     limit = 2 ** (bits - 1) - 1
     numbers, scales = packed[: size * bits // 8], packed[size * bits // 8 :].clone().view(torch.float32)
     if bits == 4:
@@ -35,10 +35,10 @@ def unpack(packed: torch.Tensor, size: int, bits: int) -> torch.Tensor:
 
 
 class QuantizedMean:
-    """The mean over the ranks of a group, in few bits both ways, with error feedback.
+    """The mean over the ranks of a group, quantized in both directions, with error feedback.
 
-    Every rank gets a part of the mean to make: packed parts go to it, its mean goes back, packed again. Each rounds
-    only what it sends, keeps the difference, and adds it to what it sends the next time.
+    Every rank computes one part of the mean: it receives that part from all ranks, quantized, and sends back the mean,
+    quantized again. Each rank keeps what its own rounding has lost and adds it to its next message.
     """
 
     def __init__(self, bits: int, group: Any, error: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class QuantizedMean:
         self._ranks, self._rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
 
     def mean(self, own: torch.Tensor) -> torch.Tensor:
-        """The same bits on every rank. `error` becomes what this call has rounded away."""
+        """The mean, bit-identical on every rank. Sets `error` to what this call has rounded away. Collective."""
         width = -(-own.numel() // (self._ranks * BLOCK)) * BLOCK
         wanted = own + self.error
         whole = torch.nn.functional.pad(wanted, (0, width * self._ranks - own.numel())).view(self._ranks, width)
@@ -59,23 +59,23 @@ class QuantizedMean:
         torch.distributed.all_gather_into_tensor(gathered.view(-1), packed, group=self._group)
         sent = torch.stack([unpack(row, width, self._bits) for row in mine])
         lost = whole - sent
-        # What the second rounding took of the mean is this rank's to give back: as often as it is divided by.
+        # This rank also makes up for the rounding of the mean: times `ranks`, because the next mean divides by it.
         lost[self._rank] += self._ranks * (part - unpack(packed, width, self._bits))
         self.error.copy_(lost.flatten()[: own.numel()])
         return torch.cat([unpack(row, width, self._bits) for row in gathered])[: own.numel()]
 
 
 class ErrorFeedbackCodec:
-    """Of one rank's part of the weights."""
+    """Encodes changes of one rank's part of the weights; what rounding loses is added to the next change."""
 
     def __init__(self, bits: int, like: torch.Tensor) -> None:
         self._bits, self._size = bits, like.numel()
         self._whole = -(-self._size // BLOCK) * BLOCK
         self.error = torch.zeros(self._size if bits < 32 else 0)
-        """What rounding has taken and is to be sent yet."""
+        """What rounding has lost so far and is still to be sent."""
 
     def pack(self, change: torch.Tensor) -> torch.Tensor:
-        """Bytes to send; what rounding takes is kept for the next time."""
+        """Encode a change as bytes; what rounding loses is kept for the next call."""
         if self._bits == 32:
             return change.contiguous().view(torch.uint8)
         wanted = change + self.error
@@ -84,7 +84,7 @@ class ErrorFeedbackCodec:
         return packed
 
     def unpack(self, content: torch.Tensor) -> torch.Tensor:
-        """What everybody takes them for, the sender too."""
+        """Decode a change; the sender applies the decoded one too, so that all islands stay equal."""
         if self._bits == 32:
             return content.view(torch.float32)
         return unpack(content, self._whole, self._bits)[: self._size]

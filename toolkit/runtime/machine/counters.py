@@ -1,4 +1,4 @@
-"""Counters of the machine, sampled by a thread beside the training: NVIDIA's where there are any, else the host's."""
+"""Hardware counters, sampled by a thread during training: the host's, and NVIDIA's if there is a device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from deepspeed.accelerator import get_accelerator
 
 INTERVAL_SECONDS = 1.0
 ALL_LINKS = 0xFFFFFFFF
-"""NVML's scope of a field: the sum over all links of a device."""
+"""Scope of an NVML field: the sum over all links of a device."""
 Read = Callable[[], Mapping[str, float]]
 
 
 class Counters:
-    """Means of every counter since they were last taken."""
+    """Means of all counters since the last `take`."""
 
     def __init__(self, reads: list[Read], interval_seconds: float = INTERVAL_SECONDS) -> None:
         self._reads, self._interval = reads, interval_seconds
@@ -29,16 +29,16 @@ class Counters:
         self._thread = threading.Thread(target=self._watch, name="counters", daemon=True)
 
     def start(self) -> None:
-        """Sample from now on."""
+        """Start sampling."""
         self._sample()
         self._thread.start()
 
     def stop(self) -> None:
-        """No more samples."""
+        """Stop sampling."""
         self._ended.set()
 
     def take(self) -> dict[str, float]:
-        """Means since the last call; where no sample fell in between, the newest one."""
+        """Means since the last call, or the previous means if there was no sample in between."""
         with self._lock:
             self._last |= {name: total / count for name, (total, count) in self._sums.items()}
             self._sums = {}
@@ -59,7 +59,7 @@ class Counters:
 def host_reader() -> Read:
     """CPU and memory of this process."""
     process = psutil.Process()
-    process.cpu_percent()  # the first call only sets the mark
+    process.cpu_percent()  # the first call only sets the reference
 
     def read() -> Mapping[str, float]:
         return {"cpu_percent": process.cpu_percent(), "host_memory_bytes": float(process.memory_info().rss)}
@@ -70,7 +70,7 @@ def host_reader() -> Read:
 def nvidia_reader(nvml: Any, uuid: str) -> Read:
     """Utilisation, memory bandwidth, power, temperature and link traffic of one NVIDIA device.
 
-    What a device does not support is left out of its readings.
+    Counters that the device does not support are left out.
     """
     nvml.nvmlInit()
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -103,7 +103,7 @@ def nvidia_reader(nvml: Any, uuid: str) -> Read:
 
 
 def _nvlink(nvml: Any, handle: Any) -> Read:
-    """Bytes a second over all NVLinks, from counters in KiB that only grow."""
+    """Bytes per second over all NVLinks, from cumulative counters in KiB."""
     ways = (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
     fields = [(way, ALL_LINKS) for way in ways]
     before: list[tuple[int, int]] = []
@@ -122,13 +122,13 @@ def _nvlink(nvml: Any, handle: Any) -> Read:
 
 
 def make_counters() -> tuple[Counters, str]:
-    """Counters for this process's device, and what is missing, in words."""
+    """(counters for this process's device, message about missing ones or an empty string)."""
     reads, missing = [host_reader()], ""
     if get_accelerator().device_name() == "cuda":
         try:
             import pynvml
 
-            # By name: NVML counts all devices of the host, CUDA only those that are visible to the process.
+            # By UUID: NVML numbers all devices of the host, CUDA only those that are visible to the process.
             device = torch.cuda.get_device_properties(get_accelerator().current_device())
             reads.append(nvidia_reader(pynvml, f"GPU-{device.uuid}"))
         except ImportError:

@@ -1,4 +1,8 @@
-"""Which network interface leads to the other hosts: gloo takes the one of the host's name, often loopback."""
+"""The network interface towards other hosts, and a description of the devices.
+
+gloo (torch 2.13) binds to the address of the host's own name, which is often loopback: ranks of other hosts then can't
+connect. So workers set GLOO_SOCKET_IFNAME to the interface found here.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,11 @@ import torch
 
 
 def interface_towards(address: str) -> str | None:
-    """The interface whose address this host uses to reach another; None for this host's loopback, or if unknown."""
+    """The interface that this host uses to reach an address; None if it is loopback or unknown."""
     try:
         family, kind, _, _, there = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(there)  # a datagram socket sends nothing; it only chooses a route
+            probe.connect(there)  # connecting a datagram socket sends nothing, it only selects a route
             own = probe.getsockname()[0]
     except OSError:
         return None
@@ -27,23 +31,23 @@ def interface_towards(address: str) -> str | None:
 
 
 def device_count() -> int:
-    """Accelerators that torch can use here."""
+    """Number of accelerators that torch can use here."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def describe() -> list[str]:
-    """One line a fact."""
+    """Lines that describe the devices of this machine."""
     if not device_count():
         return ["no accelerator: processes on the CPU are measured"]
     try:
         import pynvml
     except ImportError:
-        return ["nvidia-ml-py is not installed, so links and topology are not read: pip install 'zero-toolkit[gpu]'"]
+        return ["nvidia-ml-py is not installed, so links and topology are unknown: pip install 'zero-toolkit[gpu]'"]
     try:
         pynvml.nvmlInit()
         return [_line(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
-        return [f"the NVIDIA driver does not answer ({error}); links and topology are not read"]
+        return [f"the NVIDIA driver does not answer ({error}); links and topology are unknown"]
 
 
 def _line(nvml: object, index: int) -> str:

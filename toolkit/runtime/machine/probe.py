@@ -1,6 +1,6 @@
-"""Measures of this machine for the cost model: matmul rate, memory bandwidth, collectives by size.
+"""Measurements of this machine for the cost model: matmul rate, memory bandwidth, collectives by size.
 
-All processes measure at the same time, so that what they share (cores, memory, links) is shared here too.
+All processes measure at the same time, so that they share cores, memory and links as in training.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
 GPU_SIZES = (*SIZES, 256 * 2**20, 2**30)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 SECONDS_EACH = 0.3
-"""Time spent on one measurement, as a rule."""
+"""Approximate time per measurement."""
 TIMEOUT = timedelta(seconds=120)
 
 
 @dataclass
 class Measured:
-    """What one machine or job was seen to do."""
+    """Measurements of one machine or job."""
 
     processes: int
     backend: str
@@ -37,38 +37,38 @@ class Measured:
     matmul_flops: float = 0.0
     memory_bytes_per_second: float = 0.0
     collectives: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Seconds by operation and bytes, inside a node."""
+    """Seconds inside a node by operation and bytes."""
     nodes: int = 1
     between: dict[int, float] = field(default_factory=dict)
-    """Seconds of an all-reduce across nodes by bytes, all devices of a node at once."""
+    """Seconds of an all-reduce between nodes by bytes, with all devices of a node at once."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Ranks that exchange with each other; `group` None: all."""
+    """Ranks that communicate with each other; `group` None is the world."""
 
     group: Any
     ranks: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """Their number."""
+        """Number of ranks."""
         return len(self.ranks)
 
     def neighbour(self, rank: int, step: int) -> int:
-        """The rank `step` places on."""
+        """The rank `step` positions further."""
         return self.ranks[(self.ranks.index(rank) + step) % self.size]
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Times a call on a device while all ranks do the same."""
+    """Times a call on a device while all ranks time the same call."""
 
     device: torch.device
     seconds_each: float
 
     def seconds(self, run: Callable[[], object], *, shared: bool = False) -> float:
-        """Mean seconds of one call; `shared`: every rank makes the same number of calls."""
+        """Mean seconds per call; `shared`: every rank makes the same number of calls, as collectives need."""
         dist.barrier()
         run()
         calls = max(3, min(200, int(self.seconds_each / self._once(run))))
@@ -94,7 +94,7 @@ class Stopwatch:
 
 
 def measure(processes: int, progress: Callable[[str, int, int], None], seconds_each: float = SECONDS_EACH) -> Measured:
-    """Start that many processes here, let them measure together, and report as they go."""
+    """Start this many processes on this machine, measure in all of them, and report progress."""
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     port = _free_port()
@@ -116,7 +116,7 @@ def measure(processes: int, progress: Callable[[str, int, int], None], seconds_e
 def measure_job(
     rank: int, world: int, per_node: int, progress: Callable[[str, int, int], None], seconds_each: float = SECONDS_EACH
 ) -> Measured:
-    """Measure as one rank of a job that a launcher started: inside nodes, and between them."""
+    """Measure as one rank of a job that a launcher has started, inside nodes and between them."""
     warnings.simplefilter("ignore", FutureWarning)
     cuda = torch.cuda.is_available()
     if cuda:
@@ -132,13 +132,13 @@ def measure_job(
 
 
 def _own_ring(rank: int, rings: Sequence[range]) -> Ring:
-    """Make every group, as every rank must; the one that this rank is in."""
+    """Create all groups (every rank must) and return the one that this rank is in."""
     made = [(tuple(ranks), dist.new_group(list(ranks))) for ranks in rings]
     return next(Ring(group, ranks) for ranks, group in made if rank in ranks)
 
 
 def _silent(what: str, done: int, steps: int) -> None:
-    """The others' progress is the same."""
+    """Discards progress: all ranks progress equally, and rank 0 reports."""
 
 
 def _listen(reports: Any, workers: list[Any], progress: Callable[[str, int, int], None]) -> Measured:
@@ -157,7 +157,7 @@ def _listen(reports: Any, workers: list[Any], progress: Callable[[str, int, int]
 
 
 def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch renames all_gather_into_tensor in 2.13; both names work
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames all_gather_into_tensor; both names work
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -169,8 +169,8 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
     )
     try:
         clock = Stopwatch(torch.device("cuda" if cuda else "cpu"), seconds_each)
-        tell = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent
-        found = _measure_all(rank, Ring(None, tuple(range(world))), Ring(None, (rank,)), tell, clock)
+        progress = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent
+        found = _measure_all(rank, Ring(None, tuple(range(world))), Ring(None, (rank,)), progress, clock)
         if rank == 0:
             reports.put(("done", found))
             reports.close()
@@ -187,7 +187,7 @@ def _measure_all(
     steps = 2 + len(names) * len(sizes) + (len(sizes) if across.size > 1 else 0)
     done = 0
 
-    def tell(what: str) -> None:
+    def report(what: str) -> None:
         nonlocal done
         done += 1
         progress(what, done, steps)
@@ -195,19 +195,19 @@ def _measure_all(
     found = _describe(inside.size, clock.device)
     found.nodes = across.size
     found.matmul_flops = _matmul_flops(clock)
-    tell("matmul")
+    report("matmul")
     found.memory_bytes_per_second = _memory_rate(clock)
-    tell("memory")
+    report("memory")
     for name in names:
         found.collectives[name] = {}
         for size in sizes:
             found.collectives[name][size] = clock.seconds(
                 _collective(name, size, rank, inside, clock.device), shared=True
             )
-            tell(f"{name} {size:,} bytes")
+            report(f"{name} {size:,} bytes")
     for size in sizes if across.size > 1 else ():
         found.between[size] = clock.seconds(_collective("all_reduce", size, rank, across, clock.device), shared=True)
-        tell(f"all_reduce between nodes {size:,} bytes")
+        report(f"all_reduce between nodes {size:,} bytes")
     return found
 
 
@@ -219,7 +219,7 @@ def _describe(world: int, device: torch.device) -> Measured:
 
 
 def _matmul_flops(clock: Stopwatch) -> float:
-    """Best rate over a few sizes, in the type that training uses there."""
+    """Best rate over a few sizes, in the dtype that training uses on the device."""
     sides = (4096, 8192) if clock.device.type == "cuda" else (256, 512, 1024)
     return max(_matmul_rate(side, clock) for side in sides)
 
@@ -231,7 +231,7 @@ def _matmul_rate(side: int, clock: Stopwatch) -> float:
 
 
 def _memory_rate(clock: Stopwatch) -> float:
-    """Bytes read and written by an element-wise operator on a tensor that no cache holds."""
+    """Bytes per second of an element-wise operator on a tensor that is larger than the caches."""
     size = 2**28 if clock.device.type == "cuda" else 2**24
     source = torch.ones(size, device=clock.device)
     target = torch.empty_like(source)
@@ -239,7 +239,7 @@ def _memory_rate(clock: Stopwatch) -> float:
 
 
 def _collective(name: str, size: int, rank: int, ring: Ring, device: torch.device) -> Callable[[], object]:
-    """One operation on `size` bytes in full (all-gather: of the result; reduce-scatter: of the input)."""
+    """One operation on `size` bytes in total (all-gather: of the result; reduce-scatter: of the input)."""
     count = max(ring.size, size // 4 // ring.size * ring.size)
     whole, part = torch.ones(count, device=device), torch.ones(count // ring.size, device=device)
     other = torch.empty_like(whole)
@@ -257,12 +257,12 @@ def _collective(name: str, size: int, rank: int, ring: Ring, device: torch.devic
 def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, ring: Ring, device: torch.device) -> None:
     if device.type == "cuda":
         dist.reduce_scatter_tensor(part, whole, group=ring.group)
-    else:  # gloo has none: DeepSpeed reduces and keeps its part there
+    else:  # gloo (torch 2.13) has no reduce-scatter; DeepSpeed all-reduces and keeps its part
         dist.all_reduce(whole, group=ring.group)
 
 
 def _exchange(whole: torch.Tensor, other: torch.Tensor, rank: int, ring: Ring) -> None:
-    """Every rank sends to the next one, as stages of a pipeline do."""
+    """Every rank sends to the next, as pipeline stages do."""
     sending = dist.isend(whole, ring.neighbour(rank, 1), group=ring.group)
     dist.recv(other, ring.neighbour(rank, -1), group=ring.group)
     assert sending is not None

@@ -1,4 +1,4 @@
-"""Peak memory of a step: what the accelerator counts, or on a CPU the bytes of live tensors."""
+"""Peak memory of a step: the allocator's peak on an accelerator, the bytes of live tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from torch.profiler import ProfilerActivity, profile
 from toolkit.runtime.metrics.step_clock import Clock, NoClock
 
 SAMPLED_STEP = 2
-"""On a CPU one step is watched: the first two differ, because optimizer states are made in the first."""
+"""The step that is measured on a CPU: optimizer states are created in step 1, so step 2 is typical."""
 
 
 class MemoryMeter:
-    """Largest number of bytes that tensors of this process held at one time, and what they were for."""
+    """Peak bytes of this process's tensors, and their purpose."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.peak_bytes = 0
         self._clock = clock or NoClock()
-        """Says when a backward pass is over: an optimizer begins then."""
+        """Reports when the optimizer starts, which is the end of the backward pass."""
         self._standing: Standing | None = None
         self._after_backward = 0
 
     def parts(self) -> dict[str, int]:
-        """Bytes of the peak by part; empty where no clock runs, or no step was looked at."""
+        """Bytes of the peak by part; empty without a clock, or before the measured step."""
         if self._standing is None or not self._after_backward:
             return {}
         return parts(self._standing, self._after_backward, self.peak_bytes)
 
     def now_bytes(self) -> int:
-        """Bytes that tensors hold on the accelerator now; on a CPU, what the process holds of the host's memory."""
+        """Bytes allocated on the accelerator now; on a CPU, the resident memory of the process."""
         accelerator = get_accelerator()
         if accelerator.device_name() == "cpu":
             return int(psutil.Process().memory_info().rss)
@@ -45,7 +45,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Watch a step, counted from 1."""
+        """Measure a step, counted from 1."""
         accelerator = get_accelerator()
         sampled = number == SAMPLED_STEP
         with self._moments() if sampled else contextlib.nullcontext():
@@ -63,7 +63,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def _moments(self) -> Iterator[None]:
-        """Count what is held before a step, and when its last backward pass is over."""
+        """Count the bytes before a step, and at the end of its last backward pass."""
         self._standing = standing(_held_bytes(), get_accelerator().device_name())
         self._clock.watcher = self._look
         try:
@@ -77,16 +77,16 @@ class MemoryMeter:
 
 
 def _held_bytes() -> int:
-    """Bytes of tensors now."""
+    """Bytes of live tensors now."""
     accelerator = get_accelerator()
     return live_tensor_bytes() if accelerator.device_name() == "cpu" else int(accelerator.memory_allocated())
 
 
 def live_tensor_bytes() -> int:
-    """Bytes of all storages that live tensors have; each storage is counted once."""
+    """Bytes of the storages of all live tensors; each storage is counted once."""
     storages: dict[int, int] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at some objects' class warns of deprecations
+        warnings.simplefilter("ignore")  # reading the class of some objects warns of deprecations
         for item in gc.get_objects():
             if isinstance(item, torch.Tensor):
                 _add(storages, item)
@@ -102,7 +102,10 @@ def _add(storages: dict[int, int], tensor: torch.Tensor) -> None:
 
 
 def _largest_growth(watch: profile) -> int:
-    """Highest sum of allocations minus frees since the watch began."""
+    """Largest sum of allocations minus frees in a profile.
+
+    torch 2.13 has no peak counter for the CPU; its profiler's `[memory]` events, a private attribute, are the source.
+    """
     results: Any = watch.profiler.kineto_results  # type: ignore[union-attr]
     total, peak = 0, 0
     for event in results.events():
@@ -114,16 +117,16 @@ def _largest_growth(watch: profile) -> int:
 
 @dataclass(frozen=True)
 class Standing:
-    """Bytes that are held between two steps."""
+    """Bytes that are allocated between steps."""
 
     weights: int
     optimizer: int
-    """Masters and moments; what is a weight itself counts there."""
+    """Masters and moments, without those that are weights themselves."""
     all: int
 
 
 def parts(standing: Standing, after_backward: int, peak: int) -> dict[str, int]:
-    """Bytes by part; they sum to the peak."""
+    """Bytes of the peak by part; they sum to the peak."""
     gradients = max(0, min(after_backward, peak) - standing.all)
     return {
         "weights": standing.weights,
@@ -135,13 +138,13 @@ def parts(standing: Standing, after_backward: int, peak: int) -> dict[str, int]:
 
 
 def standing(all_bytes: int, kind: str) -> Standing:
-    """Now, on devices of a kind, of all that this process holds: models and optimizers are found, whoever made them."""
+    """Bytes allocated now on this kind of device. Finds all live models and optimizers of the process."""
     weights: dict[int, int] = {}
     optimizer: dict[int, int] = {}
     models, optimizers = _living()
     for model in models:
         for parameter in model._parameters.values():
-            # Under ZeRO 3 the shard is the weight; the parameter itself is what is gathered now.
+            # Under ZeRO 3 `ds_tensor` is the shard; the parameter itself holds only what is gathered now.
             _add_on(weights, getattr(parameter, "ds_tensor", parameter), kind)
     for one in optimizers:
         for tensor in _tensors(one):
@@ -152,7 +155,7 @@ def standing(all_bytes: int, kind: str) -> Standing:
 
 def _living() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at some objects' class warns of deprecations
+        warnings.simplefilter("ignore")  # reading the class of some objects warns of deprecations
         objects = gc.get_objects()
         models = [item for item in objects if isinstance(item, torch.nn.Module)]
         return models, [item for item in objects if isinstance(item, torch.optim.Optimizer)]
@@ -161,7 +164,7 @@ def _living() -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
 def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     for group in optimizer.param_groups:
         yield from group["params"]
-    for master, state in optimizer.state.items():  # ZeRO 3 shows its masters here only
+    for master, state in optimizer.state.items():  # ZeRO 3 has its masters only here
         yield from (value for value in (master, *state.values()) if isinstance(value, torch.Tensor))
 
 

@@ -1,4 +1,4 @@
-"""A step's time by part on this rank, and every few steps over all ranks."""
+"""Step time by part on this rank and, every few steps, statistics over all ranks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from toolkit.runtime.metrics.stragglers import Straggler, StragglerWatch, gather
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """One step on this rank."""
+    """Times of one step on this rank."""
 
     time: float
-    """When it ended, seconds since 1970."""
+    """End of the step, in seconds since 1970."""
     wall_seconds: float
     parts: dict[str, float]
     grad_sync_seconds: float | None
-    """Gradient synchronisation from start to end, hidden or not."""
+    """Duration of gradient synchronisation, hidden or not."""
     comm_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detail:
-    """What is added to a record every few steps."""
+    """Fields that are added to a record every few steps."""
 
     ranks: dict[str, dict[str, float]]
     collectives: dict[str, dict[str, float]]
-    """Of this step, on this rank, by kind and purpose."""
+    """Collectives of this step on this rank, by kind and purpose."""
     straggler: Straggler | None
     bubble_by_stage: list[float] | None
 
     def fields(self) -> dict[str, Any]:
-        """As a record has them."""
+        """The fields of a record."""
         late = self.straggler
         return {
             "ranks": self.ranks,
@@ -52,7 +52,7 @@ class Detail:
 
 @dataclass
 class StepMeter:
-    """Closes the books of each step."""
+    """Collects the times of each step."""
 
     plan: Plan
     clock: Clock
@@ -60,25 +60,25 @@ class StepMeter:
     memory: MemoryMeter
     counters: Counters
     every: int
-    """Steps between two gatherings; 0: none, and nothing is sampled."""
+    """Steps between two statistics over all ranks; 0: none, and nothing is sampled."""
     group: Any = None
-    """Host group of all ranks."""
+    """Gloo group of all ranks."""
     _window: list[dict[str, float]] = field(default_factory=list)
     _tallies: dict[str, Tally] = field(default_factory=dict)
     _fastest_receive: float = float("inf")
     _watch: StragglerWatch = field(default_factory=StragglerWatch)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """`name` is what runs inside the `with`."""
+        """Attribute the time inside the `with` to this part."""
         return part(self.clock, name)
 
     def begin(self) -> None:
-        """Training begins: what came before belongs to no step."""
+        """Start of training: the time before belongs to no step."""
         self.clock.lap(sample_next=self.every == 1)
         self.comm.take()
 
     def close(self, step: int) -> StepTimes:
-        """The books of a finished step, counted from 1."""
+        """Finish a step, counted from 1, and return its times."""
         lap, now = self.clock.lap(sample_next=self.every > 0 and (step + 1) % self.every == 0), time.time()
         traffic = self.comm.take()
         self._tallies = traffic.tallies
@@ -95,7 +95,7 @@ class StepMeter:
         )
 
     def detail(self, step: int) -> Detail | None:
-        """All ranks' last steps, if it is time. Collective."""
+        """Statistics of all ranks over the last steps, every `every` steps. Collective then."""
         if not self.every or step % self.every:
             return None
         window, self._window = self._window, []
@@ -116,7 +116,7 @@ class StepMeter:
         )
 
     def _parts(self, lap: Lap) -> dict[str, float]:
-        """A receive is a transfer and, beyond the fastest that was ever seen, waiting for the other stage."""
+        """Split receives into transfer (as long as the fastest so far) and bubble (waiting for the other stage)."""
         parts = dict(lap.parts)
         if lap.receives:
             self._fastest_receive = min(self._fastest_receive, *lap.receives)
@@ -127,7 +127,7 @@ class StepMeter:
 
 
 def _row(lap: Lap, parts: dict[str, float]) -> dict[str, float]:
-    """What this rank brings to a gathering for one step."""
+    """This rank's values for one step."""
     held = sum(parts.get(name, 0.0) for name in COMMUNICATION)
     computed = parts.get("forward", 0.0) + parts.get("backward", 0.0)
     waits = sum(parts.get(name, 0.0) for name in ("tp_comm", "sp_comm", "pp_comm", "bubble"))
@@ -142,10 +142,10 @@ def _row(lap: Lap, parts: dict[str, float]) -> dict[str, float]:
 
 
 def _usual(ordered: list[float]) -> float:
-    """The lower quartile: a rank that is always slow stands out in it, and what else the machine does hardly counts."""
+    """The lower quartile: it shows a rank that is always slow, and is hardly affected by other load on the machine."""
     return ordered[(len(ordered) - 1) // 4]
 
 
 def _spread(ordered: list[float]) -> float:
-    """From the fastest step to the median: how far chance moves what `_usual` tells."""
+    """Difference between the median and the fastest step: the noise of `_usual`."""
     return ordered[(len(ordered) - 1) // 2] - ordered[0] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: every moment belongs to one part of the step, the innermost that is entered."""
+"""Clocks that split a step into parts: every moment belongs to the innermost open part."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from deepspeed.accelerator import get_accelerator
 from toolkit.run_dir.step_parts import BETWEEN_STEPS
 
 RECEIVE = "receive"
-"""A receive of a pipeline stage: transfer and waiting in one, told apart later."""
+"""Part of a pipeline stage's receives: transfer and waiting together, which `StepMeter` separates."""
 
 
 @dataclass(frozen=True)
 class Lap:
-    """The time since the lap before."""
+    """Times since the previous lap."""
 
     wall_seconds: float
     parts: dict[str, float]
-    """Seconds by part; they sum to `wall_seconds`. Empty where this lap was not looked at."""
+    """Seconds by part; they sum to `wall_seconds`. Empty if this lap was not sampled."""
     hidden: dict[str, float]
-    """Seconds of communication that ran beside something else."""
+    """Seconds of communication that overlapped with something else, by part."""
     receives: list[float]
     """Seconds of each receive."""
 
 
 class Clock(Protocol):
-    """Told which part of a step is running."""
+    """Attributes wall time to the innermost open part."""
 
     watcher: Callable[[str], object] | None
-    """Told of each part that begins, if there is one."""
+    """Called with the name of each part that starts."""
 
     @property
     def part_name(self) -> str:
-        """The innermost part."""
+        """The innermost open part."""
 
     def enter(self, part: str) -> None:
-        """A part begins inside the one that runs."""
+        """Open a part inside the current one."""
 
     def leave(self) -> None:
-        """It ends."""
+        """Close the innermost part."""
 
     def hide(self, part: str, seconds: float) -> None:
-        """Communication ran for so long beside something else."""
+        """Record communication that overlapped with something else."""
 
     def lap(self, *, sample_next: bool) -> Lap:
-        """Close the books; `sample_next`: look at the next lap closely, if that is a choice."""
+        """Finish the lap and return its times. `sample_next`: measure the parts of the next lap, if optional."""
 
 
 @contextlib.contextmanager
 def part(clock: Clock, name: str) -> Iterator[None]:
-    """`name` is what runs inside the `with`."""
+    """Attribute the time inside the `with` to this part."""
     clock.enter(name)
     try:
         yield
@@ -67,7 +67,7 @@ def _inside(outer: str, part: str) -> str:
 
 
 @dataclass
-class _Books:
+class _Totals:
     parts: dict[str, float] = field(default_factory=dict)
     hidden: dict[str, float] = field(default_factory=dict)
     receives: list[float] = field(default_factory=list)
@@ -80,7 +80,7 @@ class _Books:
 
 
 class NoClock:
-    """Where nobody looks."""
+    """Null clock: measures laps but no parts."""
 
     part_name = "other"
 
@@ -89,28 +89,28 @@ class NoClock:
         self._began = time.perf_counter()
 
     def enter(self, part: str) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def leave(self) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def hide(self, part: str, seconds: float) -> None:
-        """Nothing."""
+        """Ignored."""
 
     def lap(self, *, sample_next: bool) -> Lap:
-        """The time alone."""
+        """Finish the lap; only its wall time is known."""
         now = time.perf_counter()
         wall, self._began = now - self._began, now
         return Lap(wall, {}, {}, [])
 
 
 class HostClock:
-    """Reads the host's clock at every border: exact where the host is the device."""
+    """Reads the host's clock at every boundary: exact if the host is the device."""
 
     def __init__(self) -> None:
         self.watcher: Callable[[str], object] | None = None
         self._stack = ["other"]
-        self._books = _Books()
+        self._totals = _Totals()
         self._began = self._since = time.perf_counter()
 
     @property
@@ -126,38 +126,38 @@ class HostClock:
     def leave(self) -> None:
         seconds = self._close()
         if self._stack.pop() == RECEIVE:
-            self._books.receives.append(seconds)
+            self._totals.receives.append(seconds)
 
     def hide(self, part: str, seconds: float) -> None:
-        self._books.hide(part, seconds)
+        self._totals.hide(part, seconds)
 
     def lap(self, *, sample_next: bool) -> Lap:
         self._close()
-        books, self._books = self._books, _Books()
+        totals, self._totals = self._totals, _Totals()
         wall, self._began = self._since - self._began, self._since
-        return Lap(wall, books.parts, books.hidden, books.receives)
+        return Lap(wall, totals.parts, totals.hidden, totals.receives)
 
     def _close(self) -> float:
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        self._books.add(self._stack[-1], seconds)
+        self._totals.add(self._stack[-1], seconds)
         return seconds
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """A border on a stream of the device."""
+    """A boundary between parts on the device's stream."""
 
     event: Any
     running: str
-    """What ran before it."""
+    """The part before it."""
 
 
 class DeviceClock:
-    """Puts events on the device's stream at the borders of sampled laps, and reads them when the lap is over.
+    """Records events on the device's stream at the boundaries of sampled laps, and reads them at the end of the lap.
 
-    Nothing waits for a collective: the one wait is for the last event of a sampled lap, after the step's loss was read,
-    when the device has nothing left to do. What runs on another stream than the main one is hidden behind it.
+    No collective is waited for. The only wait is for the last event of a sampled lap, after the step's loss was read,
+    when the device is idle anyway. Work on other streams than the main one counts as hidden.
     """
 
     def __init__(self, device: Any) -> None:
@@ -168,7 +168,7 @@ class DeviceClock:
         self._marks: list[_Mark] = []
         self._sides: list[tuple[str, Any, Any]] = []
         self._open: list[Any] = []
-        self._books = _Books()
+        self._totals = _Totals()
         self._sampled = False
         self._began = time.perf_counter()
 
@@ -194,34 +194,34 @@ class DeviceClock:
         self._stack.pop()
 
     def hide(self, part: str, seconds: float) -> None:
-        """The host's time says nothing here: events do."""
+        """Ignored: on a device events measure overlap, not host times."""
 
     def lap(self, *, sample_next: bool) -> Lap:
         now = time.perf_counter()
         wall, self._began = now - self._began, now
         if self._sampled:
             self._read(wall)
-        books, self._books = self._books, _Books()
+        totals, self._totals = self._totals, _Totals()
         self._marks, self._sides = [], []
         self._open = [None] * len(self._open)
         self._sampled = sample_next
         if sample_next:
             self._mark()
-        return Lap(wall, books.parts, books.hidden, books.receives)
+        return Lap(wall, totals.parts, totals.hidden, totals.receives)
 
     def _read(self, wall: float) -> None:
         self._mark()
         self._marks[-1].event.synchronize()
         for before, after in zip(self._marks[:-1], self._marks[1:], strict=True):
             seconds = before.event.elapsed_time(after.event) / 1000
-            self._books.add(after.running, seconds)
+            self._totals.add(after.running, seconds)
             if after.running == RECEIVE:
-                self._books.receives.append(seconds)
+                self._totals.receives.append(seconds)
         for name, start, end in self._sides:
             end.synchronize()
-            self._books.hide(name, start.elapsed_time(end) / 1000)
-        rest = wall - sum(self._books.parts.values())  # before the first event reached the device
-        self._books.add("other", max(0.0, rest))
+            self._totals.hide(name, start.elapsed_time(end) / 1000)
+        rest = wall - sum(self._totals.parts.values())  # time before the first event reached the device
+        self._totals.add("other", max(0.0, rest))
 
     def _on_main(self) -> bool:
         return bool(self._device.current_stream() == self._main)
@@ -236,6 +236,6 @@ class DeviceClock:
 
 
 def make_clock() -> Clock:
-    """The clock that fits this process's device."""
+    """The clock for this process's device."""
     device = get_accelerator()
     return HostClock() if device.device_name() == "cpu" else DeviceClock(device)

@@ -1,4 +1,4 @@
-"""What all ranks did, reduced to smallest, mean and largest with the rank of each extreme; who holds the others up."""
+"""Statistics over ranks (minimum, mean and maximum with their ranks) and straggler detection."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 import torch.distributed
 
 EVIDENCE = ((2, 0.25), (5, 0.1))
-"""Windows in a row, and share of a step by which a rank's own work took longer than its peers' in each of them: what is
-very late is named soon, what is a little late after some time, and what was late by chance not at all."""
+"""(windows in a row, fraction of a step by which a rank was slower than its peers in each of them). A much slower rank
+is reported soon, a slightly slower one later, and a rank that was slow by chance not at all."""
 
 SECONDS = (
     "wall_seconds",
@@ -36,7 +36,7 @@ COUNTERS = (
     "pcie_bytes_per_second",
 )
 VALUES = (*SECONDS, *BYTES, *COUNTERS)
-"""What each rank brings to a gathering, in this order; not-a-number where it has none."""
+"""Values that each rank contributes, in this order; NaN if it has none."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +55,32 @@ def straggler_sentence(rank: int, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Late:
-    """The rank that was last in one window."""
+    """The slowest rank of one window."""
 
     rank: int
     seconds: float
-    """How much longer a step of its own work took than its peers'."""
+    """Extra time per step compared with its peers."""
     share: float
-    """The same over a step's time."""
+    """`seconds` as a fraction of the step time."""
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """One row a rank, one column a value of `VALUES`."""
+    """Values of all ranks: one row per rank, one column per entry of `VALUES`."""
 
     table: list[list[float]]
 
     def column(self, name: str) -> list[float]:
-        """A value of every rank."""
+        """One value of every rank."""
         place = VALUES.index(name)
         return [row[place] for row in self.table]
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Smallest, mean and largest with their ranks, for every value that a rank has."""
+        """Minimum, mean and maximum with their ranks, for every value that at least one rank has."""
         return {name: found for name in VALUES if (found := _stats(self.column(name)))}
 
     def latest(self, ranks_per_stage: int) -> Late | None:
-        """The rank whose own work took longer than that of the ranks that do the same, beyond what is noise."""
+        """The rank that was slowest compared with ranks that do the same work, if the difference exceeds the noise."""
         busy, spread = self.column("busy_seconds"), self.column("busy_spread_seconds")
         seconds, rank = max((own - _peers(busy, rank, ranks_per_stage), rank) for rank, own in enumerate(busy))
         noise = max(spread[rank], _peers(spread, rank, ranks_per_stage))
@@ -88,7 +88,7 @@ class Gathered:
         return Late(rank, seconds, seconds / wall) if len(busy) > 1 and wall > 0 and seconds > noise else None
 
     def bubble_by_stage(self, ranks_per_stage: int) -> list[float]:
-        """Share of the pipeline's time in which a stage does not compute; the first stage is there from end to end."""
+        """Fraction of the pipeline's time in which each stage does not compute."""
         window = max(self.column("pipeline_seconds"))
         busy = self.column("pipeline_busy_seconds")
         stages = [busy[low : low + ranks_per_stage] for low in range(0, len(busy), ranks_per_stage)]
@@ -96,13 +96,13 @@ class Gathered:
 
 
 class StragglerWatch:
-    """Names a rank when several windows in a row agree on it."""
+    """Reports a straggler when several windows in a row agree on the rank."""
 
     def __init__(self) -> None:
         self._windows: deque[Late | None] = deque(maxlen=max(windows for windows, _ in EVIDENCE))
 
     def look(self, late: Late | None) -> Straggler | None:
-        """One window more; the rank that holds the others up, if there is one."""
+        """Add a window; return the straggler, if there is one."""
         self._windows.append(late)
         if late is None or not any(self._agree(late.rank, windows, share) for windows, share in EVIDENCE):
             return None
@@ -114,7 +114,7 @@ class StragglerWatch:
 
 
 def _peers(busy: Sequence[float], rank: int, ranks_per_stage: int) -> float:
-    """Usual work of the other ranks of the same stage; of all others where a stage is one rank."""
+    """Median of the other ranks of the same stage, or of all other ranks if the stage has one rank."""
     first = rank // ranks_per_stage * ranks_per_stage
     peers = [busy[other] for other in range(first, first + ranks_per_stage) if other != rank]
     return statistics.median(peers or [own for other, own in enumerate(busy) if other != rank] or [busy[rank]])
@@ -131,7 +131,7 @@ def _stats(values: Sequence[float]) -> dict[str, float]:
 
 
 def gather(values: dict[str, float], group: Any) -> Gathered:
-    """Every rank's values, on every rank; the group is one of the hosts' memory. Collective."""
+    """The values of all ranks, on every rank; `group` is a gloo group. Collective."""
     own = torch.tensor([values.get(name, float("nan")) for name in VALUES], dtype=torch.float64)
     if group is None:
         return Gathered([own.tolist()])

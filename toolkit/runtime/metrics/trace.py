@@ -14,11 +14,11 @@ from toolkit.run_dir.step_parts import COMMUNICATION
 
 TOP = 10
 RANK_IDS = 10_000_000
-"""Process and flow numbers of one rank lie below this."""
+"""Process and flow ids of one rank are below this number."""
 
 
 class Tracer:
-    """Profiles the steps of the recipe's `metrics.trace` on this rank, if it is one of them."""
+    """Profiles the steps of the recipe's `metrics.trace`, if this rank is listed there."""
 
     def __init__(self, section: Trace | None, directory: Path, rank: int) -> None:
         self._section = section if section is not None and rank in section.ranks else None
@@ -26,7 +26,7 @@ class Tracer:
         self._profile: Any = None
 
     def before(self, step: int) -> None:
-        """A step begins, counted from 1."""
+        """Called before a step, counted from 1."""
         if self._section is not None and step == self._section.steps[0]:
             activities = [ProfilerActivity.CPU]
             if get_accelerator().device_name() == "cuda":
@@ -35,7 +35,7 @@ class Tracer:
             self._profile.start()
 
     def after(self, step: int) -> None:
-        """It has ended."""
+        """Called after a step, counted from 1."""
         if self._profile is None or self._section is None or step < self._section.steps[1]:
             return
         done, self._profile = self._profile, None
@@ -48,12 +48,12 @@ class Tracer:
 
 
 def _own_seconds(event: Any) -> float:
-    """Time of an operation without what it calls; on the device where there is one."""
+    """Time of an operation without those that it calls; on the device if there is one."""
     return float(getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total) / 1e6
 
 
 def merge(directory: Path) -> Path | None:
-    """All ranks' traces in one file, on one time axis; None if there are none."""
+    """Merge the traces of all ranks into one file with one time axis; None if there are none."""
     files = sorted(directory.glob("rank-*.json"), key=_rank_of)
     files = [path for path in files if not path.name.endswith(".top.json")]
     if not files:
@@ -71,7 +71,7 @@ def merge(directory: Path) -> Path | None:
 
 
 def _of_rank(events: list[dict[str, Any]], rank: int, shift_us: float) -> list[dict[str, Any]]:
-    """The same events with numbers of their own, named after the rank."""
+    """Events with ids that are unique to the rank, under the rank's name."""
     moved = []
     processes = set()
     for event in events:
@@ -97,7 +97,7 @@ def _rank_of(path: Path) -> int:
 
 
 def report(directory: Path, metrics: Path, section: Trace) -> list[str]:
-    """Merge, and say where the file is, which operations take longest, and how much communication is exposed."""
+    """Merge traces; return lines with the file, the longest operations and the exposed communication."""
     merged = merge(directory)
     if merged is None:
         return [f"no trace: the run did not reach step {section.steps[1]}"]
@@ -114,7 +114,7 @@ def report(directory: Path, metrics: Path, section: Trace) -> list[str]:
 
 
 def _exposed(metrics: Path, section: Trace) -> tuple[float, float]:
-    """Seconds of exposed communication in the traced steps, and of all."""
+    """(seconds of exposed communication in the traced steps, seconds of these steps)."""
     held = wall = 0.0
     with metrics.open(encoding="utf-8") as lines:
         for record in map(json.loads, lines):

@@ -1,4 +1,4 @@
-"""The Hugging Face model: built or loaded, the same on every rank."""
+"""Build or load the Hugging Face model, equal on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BUILDERS: dict[str | None, Any] = {
     "image-classification": AutoModelForImageClassification,
     "seq2seq": AutoModelForSeq2SeqLM,
 }
-"""Which head a task gets."""
+"""Model class of each task."""
 ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None}
 
 
@@ -50,15 +50,15 @@ def load_config(section: Model) -> PretrainedConfig:
 
 
 def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreTrainedModel:
-    """The whole model in fp32 on the host, with weights that depend on the seed and the recipe only.
+    """The full model in fp32 on the host, with weights that depend only on the seed and the recipe.
 
-    `dequantized`: a base of 4 bits as the plain weights that these stand for.
+    `dequantized`: convert a 4-bit base to the fp32 weights that it represents.
     """
     if section.init == "scratch" and not section.trust_remote_code:
         model = skeleton(section)
         fill(model, open_weights(section, seed))
     else:
-        model = _whole(section, seed)
+        model = _load_full(section, seed)
         if dequantized and _quantized(section):
             model = model.dequantize(dtype=torch.float32)
     set_seed(seed)
@@ -66,34 +66,36 @@ def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreT
 
 
 def skeleton(section: Model) -> PreTrainedModel:
-    """The model's structure, with buffers but without a byte of weights: parameters are on the meta device."""
+    """The model's structure with real buffers but without weights: parameters are on the meta device."""
 
     def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
-        # Under `torch.device("meta")` rotary tables would stay there too.
+        # Not `torch.device("meta")`: rotary tables, which are buffers, would be on the meta device too.
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = BUILDERS[section.task].from_config(config, **options)
-        model.tie_weights()  # accelerate (1.15) makes a new parameter at every assignment, which breaks ties
+        # accelerate 1.15's `init_empty_weights` makes a new parameter at every assignment: tied weights come apart, and
+        # the head would be trained separately. This can go when `model.lm_head.weight is model…embed_tokens.weight`.
+        model.tie_weights()
         return model
 
     return _made(section, make)
 
 
 def open_weights(section: Model, seed: int) -> Weights:
-    """Where the recipe's first weights are read from."""
+    """The source of the recipe's first weights."""
     empty = skeleton(section)
     if section.init == "scratch":
-        return ScratchWeights(empty, seed, whole=lambda: _whole(section, seed))
+        return ScratchWeights(empty, seed, whole=lambda: _load_full(section, seed))
     assert section.path is not None
     files = checkpoint_files(section.path)
     if all(name in files for name, _ in empty.named_parameters()):
         return FileWeights(files)
-    return HostWeights(_whole(section, seed))
+    return HostWeights(_load_full(section, seed))
 
 
 def fill(
     model: torch.nn.Module, weights: Weights, named: Mapping[str, torch.nn.Parameter] | None = None
 ) -> dict[str, torch.nn.Parameter]:
-    """Give parameters of a skeleton their weights; a shard keeps its slice only. The new parameters, by name."""
+    """Give parameters of a skeleton their weights (a shard only its slice); return the new parameters by name."""
     empty = dict(model.named_parameters()) if named is None else named
     where = sites(model)
     filled = dict(empty)
@@ -102,13 +104,13 @@ def fill(
     return filled
 
 
-def _whole(section: Model, seed: int) -> PreTrainedModel:
-    """As transformers makes it by itself."""
+def _load_full(section: Model, seed: int) -> PreTrainedModel:
+    """The full model as transformers builds or loads it."""
 
     def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
         if section.init == "scratch":
             return BUILDERS[section.task].from_config(config, **options)
-        # A head for other classes than the file's is a new one.
+        # If the number of classes differs from the file's, the head is initialised.
         fresh: dict[str, Any] = {"ignore_mismatched_sizes": True} if "classification" in (section.task or "") else {}
         fresh |= _quantized(section)
         return BUILDERS[section.task].from_pretrained(
@@ -120,7 +122,7 @@ def _whole(section: Model, seed: int) -> PreTrainedModel:
 
 
 def _quantized(section: Model) -> dict[str, Any]:
-    """QLoRA: the frozen base in the 4 bits of bitsandbytes."""
+    """QLoRA: options that load the frozen base in 4 bits with bitsandbytes."""
     if section.lora is None or section.lora.quantize == "none":
         return {}
     from transformers import BitsAndBytesConfig
@@ -146,7 +148,7 @@ def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], Pre
 
 
 def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreTrainedModel:
-    """The model frozen, with trainable low-rank adapters."""
+    """The frozen model with trainable low-rank adapters."""
     from peft import LoraConfig, get_peft_model
 
     targets = "all-linear" if lora.targets == "auto" else lora.targets
@@ -161,12 +163,12 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreT
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
-    """Keep only layer inputs for the backward pass."""
+    """Recompute layers in the backward pass: only their inputs are kept."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def check_same_weights(model: torch.nn.Module) -> None:
-    """Stop if ranks start from different weights: they would train apart without a word."""
+    """Stop if ranks start from different weights: without this they would silently train different models."""
     digests = {name: _digest(tensor) for name, tensor in model.named_parameters()}
     by_rank = gather_objects(digests)
     for rank, other in enumerate(by_rank):

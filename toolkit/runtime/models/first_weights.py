@@ -1,7 +1,7 @@
-"""Where a rank's first weights come from, one parameter at a time: a rank reads what it owns and never the rest.
+"""Sources of a rank's first weights, one parameter at a time: a rank reads only the parameters that it owns.
 
-From scratch, a parameter depends on the seed and on its place in the model only, not on what else was built,
-so every rank of every strategy starts from the weights of one process.
+From scratch, a parameter depends only on the seed and on its name, not on what else was built. So every rank of every
+strategy starts from the weights of one process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ class Weights(Protocol):
     """Reads parameters by their first name in the model."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """These parameters, whole, on the host; nothing is kept."""
+        """These full parameters on the host; nothing is kept."""
 
 
 class ScratchWeights:
-    """New weights. A layer, or a part outside the layers, is initialised as a unit from a seed of its own.
+    """New weights. A layer, or a module outside the layers, is initialised as a unit from a seed of its own.
 
-    Hugging Face's `_init_weights` does it, on a copy that lives for one unit. A few types set some parameters in
-    their constructors instead (apertus, ernie4_5_moe, openai-gpt): those come from a whole model, built on demand.
+    Hugging Face's `_init_weights` does it on a temporary copy of the unit. In transformers 5.22.2 a few types set some
+    parameters in their constructors instead (apertus, ernie4_5_moe, openai-gpt). Those stay NaN here, and are read from
+    a full model that is built on demand.
     """
 
     def __init__(self, skeleton: PreTrainedModel, seed: int, whole: Callable[[], torch.nn.Module]) -> None:
@@ -69,7 +70,7 @@ class ScratchWeights:
 
 
 class FileWeights:
-    """Weights of a safetensors checkpoint whose names are the model's."""
+    """Weights of a safetensors checkpoint with the model's names."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         self._files = files
@@ -85,7 +86,7 @@ class FileWeights:
 
 
 class HostWeights:
-    """Weights of a model that is whole on the host: for checkpoints that transformers converts while loading."""
+    """Weights of a full model on the host, for checkpoints that transformers converts while loading."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._tensors = dict(model.named_parameters())
@@ -110,7 +111,7 @@ def checkpoint_files(path: str) -> dict[str, str]:
 
 
 def unit_of(model: torch.nn.Module, name: str) -> str:
-    """What is initialised together with a parameter: its layer, or the largest module around it without layers."""
+    """Name of the unit of a parameter: its layer, or the largest module around it that has no layers."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         module = model.get_submodule(".".join(parts[:depth]))
@@ -126,7 +127,7 @@ def _seed_of(seed: int, unit: str) -> int:
 
 
 def _blank(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Storage for a parameter, full of NaN: what is still there afterwards was not initialised."""
+    """A parameter filled with NaN; values that are still NaN afterwards were not initialised."""
     blank = torch.zeros_like(parameter, device="cpu")
     if blank.is_floating_point():
         blank.fill_(float("nan"))
@@ -134,7 +135,7 @@ def _blank(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 def _initialiser(model: PreTrainedModel, unit: str) -> PreTrainedModel:
-    """The nearest model around a unit: parts of a composite model have their own rules."""
+    """The innermost model around a unit; parts of a composite model have their own `_init_weights`."""
     around = model
     parts = unit.split(".")
     for depth in range(1, len(parts)):
@@ -145,7 +146,7 @@ def _initialiser(model: PreTrainedModel, unit: str) -> PreTrainedModel:
 
 
 def _initialise(module: torch.nn.Module, model: PreTrainedModel) -> None:
-    """Children first, as transformers does."""
+    """Initialise children first, as transformers does."""
     for child in module.children():
         _initialise(child, child if isinstance(child, PreTrainedModel) else model)
     model._init_weights(module)

@@ -1,4 +1,4 @@
-"""What a model takes: vocabulary, classes, image size. Read from a skeleton, without weights."""
+"""Input specification of a model: vocabulary size, number of labels, image size. Read from a skeleton."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from toolkit.runtime.models.build import skeleton
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """What a model takes; None: it has no such thing."""
+    """What a model accepts; None where the model has no such input."""
 
     vocab: int | None = None
-    """Rows of its token table."""
+    """Number of rows of the token table."""
     num_labels: int | None = None
-    """Classes of its head."""
+    """Number of classes of the head."""
     start: int | None = None
-    """Token that its decoder begins with."""
+    """Token id that the decoder starts with."""
     image_size: int | None = None
-    """Pixels of a side."""
+    """Width and height of an image in pixels."""
     pad: int | None = None
-    """Its padding id: decoders find a text's last token, which they read the class from, by it."""
+    """Padding id. Decoders use it to find a text's last token, from which they read the class."""
     reads_last: bool = False
-    """Whether it reads the class from the last token, as decoders do."""
+    """Whether the class is read from the last token, as in decoders."""
     patches: int | None = None
-    """Patches of an image, as the model sees them."""
+    """Number of patches of an image, plus the class token."""
 
     def need_vocab(self) -> int:
-        """The vocabulary; `BadInput` without one."""
+        """Vocabulary size; `BadInput` if there is none."""
         if self.vocab is None:
             raise BadInput("model", "takes no tokens; use data.format image-classification")
         return self.vocab
 
     def need_labels(self) -> int:
-        """The classes; `BadInput` without any."""
+        """Number of classes; `BadInput` if there is none."""
         if self.num_labels is None:
             raise BadInput("model.num_labels", "required: the number of classes")
         return self.num_labels
 
     def need_start(self) -> int:
-        """The decoder's first token; `BadInput` without one."""
+        """First token of the decoder; `BadInput` if there is none."""
         if self.start is None:
             raise BadInput("model.config", "has no decoder_start_token_id, which seq2seq training begins with; give it")
         return self.start
 
 
 def input_spec_of(section: Model) -> InputSpec:
-    """Of the recipe's model."""
+    """Input specification of the recipe's model."""
     model = skeleton(section)
     config = model.config
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)

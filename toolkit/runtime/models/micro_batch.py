@@ -9,51 +9,51 @@ from typing import Any
 import torch
 
 IGNORE = -100
-"""Label of a position that does not count."""
+"""Label of a position that the loss does not count."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes.
+    """Inputs and labels of one forward pass.
 
-    Language models: `labels[i]` is the token after `input_ids[i]`, or `IGNORE`. Classes: one label a sample.
+    Language models: `labels[i]` is the token after `input_ids[i]`, or `IGNORE`. Classifiers: one label per sample.
     """
 
     input_ids: torch.Tensor | None
     labels: torch.Tensor
     attention_mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
-    """Positions that start anew in packed documents; None: 0, 1, 2 …"""
+    """Positions that restart at 0 in each packed document; None: 0, 1, 2 …"""
     decoder_input_ids: torch.Tensor | None = None
-    """Seq2seq: what the decoder has seen when it predicts `labels`."""
+    """Seq2seq: decoder inputs, which are `labels` shifted right."""
     pixel_values: torch.Tensor | None = None
     """Images, instead of `input_ids`."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
+        """This micro-batch on a device."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
-        """The same with every tensor changed."""
+        """This micro-batch with a function applied to every tensor."""
         return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What there is, by name."""
+        """All tensors that are not None, by name."""
         return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
 
     def inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward."""
+        """Keyword arguments of the model's forward pass."""
         given: dict[str, Any] = {name: tensor for name, tensor in self.tensors().items() if name != "labels"}
         return given | ({"use_cache": False} if self.labels.dim() == 2 else {})
 
     @property
     def shape(self) -> torch.Size:
-        """Of what goes in."""
+        """Shape of the input ids or images."""
         given = self.input_ids if self.input_ids is not None else self.pixel_values
         assert given is not None
         return given.shape
 
     @property
     def counted(self) -> int:
-        """Tokens, or samples with a class, that the loss counts."""
+        """Number of tokens, or of samples with a class, that the loss counts."""
         return int((self.labels != IGNORE).sum())

@@ -1,4 +1,4 @@
-"""Parameters of which a rank holds a slice: how the slice lies in the whole."""
+"""Parameters of which a rank holds a slice: the position of the slice in the full parameter."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from toolkit.checkpoints.element_runs import Region, StridedRange
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A slice along one dimension: the whole is `packs` equal segments, and each rank holds its piece of every one."""
+    """A slice along one dimension. The dimension has `packs` equal segments; a rank holds its part of each segment."""
 
     dim: int
     index: int
-    """Which of the ranks this is."""
+    """Index of this rank."""
     ranks: int
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the full parameter."""
     packs: int = 1
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """The slice of a whole tensor."""
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The slice of a full tensor."""
         pieces = []
-        for segment in whole.chunk(self.packs, self.dim):
+        for segment in full.chunk(self.packs, self.dim):
             sizes = shares(segment.shape[self.dim], self.ranks)
             pieces.append(segment.narrow(self.dim, sum(sizes[: self.index]), sizes[self.index]))
         return torch.cat(pieces, self.dim)
 
     def region(self) -> Region:
-        """Which elements of the whole the slice holds, in the slice's own order."""
+        """Elements of the full parameter that the slice holds, in the slice's order."""
         segment = self.shape[self.dim] // self.packs
         sizes = shares(segment, self.ranks)
         begin, length = sum(sizes[: self.index]), sizes[self.index]
@@ -46,46 +46,47 @@ class Layout:
 
 
 def shares(total: int, ranks: int) -> list[int]:
-    """How many of `total` rows each rank holds: as even as whole rows allow, the first ranks full."""
+    """Number of rows of `total` that each rank holds: equal shares, rounded up for the first ranks."""
     full = -(-total // ranks)
     return [max(0, min(full, total - rank * full)) for rank in range(ranks)]
 
 
 def mark_shard(parameter: torch.nn.Parameter, layout: Layout) -> None:
-    """Say that a parameter is a slice, to us and to DeepSpeed's gradient norm."""
+    """Mark a parameter as a slice, for us and for DeepSpeed's gradient norm."""
     parameter.shard_layout = layout  # type: ignore[attr-defined]
-    # DeepSpeed (0.19) counts a parameter on every model-parallel rank if either name is set, else on the first only.
+    # DeepSpeed 0.19.8 counts a parameter in its norm on every model-parallel rank if either attribute is set, else on
+    # the first rank only (`is_model_parallel_parameter`). Without them clipping would miss most of the slices.
     parameter.model_parallel = True  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def layout_of(parameter: torch.Tensor) -> Layout | None:
-    """How the slice lies, if it is one."""
+    """Layout of a parameter that is a slice; None for others."""
     return getattr(parameter, "shard_layout", None)
 
 
 def mark_partial(parameter: torch.nn.Parameter) -> None:
-    """Say that each tensor rank finds only a part of a whole parameter's gradient."""
+    """Mark a full parameter of whose gradient each tensor rank computes only a part."""
     parameter.partial_gradient = True  # type: ignore[attr-defined]
 
 
 def is_partial(parameter: torch.nn.Parameter) -> bool:
-    """Whether gradients of tensor ranks must be summed."""
+    """Whether gradients must be summed over tensor ranks."""
     return getattr(parameter, "partial_gradient", False)
 
 
-def own_slice(parameter: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """What a rank keeps of a whole tensor, in storage of its own."""
+def own_slice(parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+    """A copy of the part of a full tensor that this rank keeps."""
     layout = layout_of(parameter)
-    return (layout.take(whole) if layout else whole).to(parameter.dtype).clone()
+    return (layout.slice_of(full) if layout else full).to(parameter.dtype).clone()
 
 
 Sites = dict[int, list[tuple[torch.nn.Module, str]]]
-"""Identity of a parameter → the modules that hold it, and under which names."""
+"""Id of a parameter → the modules that hold it, and under which names."""
 
 
 def sites(model: torch.nn.Module) -> Sites:
-    """Where every parameter is held: in several places where it is shared."""
+    """The modules that hold each parameter; several if it is shared."""
     found: Sites = {}
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -95,7 +96,7 @@ def sites(model: torch.nn.Module) -> Sites:
 
 
 def replace_parameter(where: Sites, old: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
-    """Put new data where a parameter was, everywhere where it is shared."""
+    """Replace a parameter by one with new data in all modules that share it."""
     new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
     layout = layout_of(old)
     if layout:

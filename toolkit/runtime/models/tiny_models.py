@@ -1,4 +1,4 @@
-"""Tiny models of a type: the same code paths in milliseconds, for proofs and coverage."""
+"""Tiny models of a type: the code paths of the real model in milliseconds, for proofs and coverage."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "tiny_config", "tiny_of_type"]
 
 
 def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
-    """A config of the same type with the same flags and small sizes, as `model.config` of a recipe has it."""
+    """A config with the type and flags of `base` and with small sizes, as in a recipe's `model.config`."""
     sizes = tiny_sizes(heads) | ({} if _has(base, "vocab_size") else IMAGES)
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
     values = {key: value for key, value in sizes.items() if _has(base, key)}
     kinds = base.to_dict().get("layer_types")
     if kinds:
-        values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _round(kinds), strict=False)]
+        values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _cycle(kinds), strict=False)]
     if _has(base, "index_topk"):  # sparse latent attention has no groups of heads
         values["num_key_value_heads"] = heads
     if _has(base, "attention_types"):  # GPT-Neo: kinds of layers, and how often they repeat
         values["attention_types"] = [[base.attention_types[0][0], LAYERS // len(base.attention_types[0][0])]]
-    return {**flags, **values, **_noise(base, dropout), "model_type": base.model_type}
+    return {**flags, **values, **_random_settings(base, dropout), "model_type": base.model_type}
 
 
 def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[
     return tiny_config(CONFIG_MAPPING[model_type](), heads, dropout)
 
 
-def _noise(base: PretrainedConfig, dropout: float) -> dict[str, float]:
-    """Everything that draws random numbers in a forward pass: dropout as wanted, the rest off."""
+def _random_settings(base: PretrainedConfig, dropout: float) -> dict[str, float]:
+    """Settings that use random numbers in a forward pass: dropout as given, everything else off."""
     rates = {key: value for key, value in base.to_dict().items() if isinstance(value, float)}
     off = {key: 0.0 for key in rates if "jitter" in key or "layerdrop" in key}
     return off | {key: dropout for key in rates if key not in off and ("dropout" in key or "pdrop" in key)}
@@ -44,21 +44,21 @@ def _noise(base: PretrainedConfig, dropout: float) -> dict[str, float]:
 
 def _has(base: PretrainedConfig, key: str) -> bool:
     if key == "q_lora_rank" and getattr(base, key, 0) is None:
-        return False  # a plain projection: another code path, which must stay
+        return False  # None selects a plain projection, another code path, which must stay
     if key == "head_dim" and hasattr(base, "qk_rope_head_dim"):
-        return False  # latent attention: it follows from the parts of a head
+        return False  # latent attention derives it from the parts of a head
     derived = getattr(type(base), key, None)
     return hasattr(base, key) and not (isinstance(derived, property) and derived.fset is None)
 
 
 def _is_flag(key: str, value: Any, base: PretrainedConfig) -> bool:
-    """Whether a value is a switch that the twin must share: neither a size nor a list with an entry a layer."""
+    """Whether a value is a switch that the tiny model must share: neither a size nor a list with an entry per layer."""
     if key in ("model_type", "transformers_version", "architectures", "dtype", "torch_dtype", "layer_types"):
         return False
     return isinstance(value, bool | str)
 
 
-def _round(kinds: Iterable[str]) -> Iterable[str]:
+def _cycle(kinds: Iterable[str]) -> Iterable[str]:
     different = list(dict.fromkeys(kinds))
     while True:
         yield from different
@@ -76,12 +76,12 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def image_shape(config: PretrainedConfig, images: int) -> tuple[int, int, int, int]:
-    """Of a batch of images that a model takes."""
+    """Shape of a batch of images for a model."""
     return images, getattr(config, "num_channels", 3), config.image_size, config.image_size
 
 
 def probe_batches(task: str | None, config: PretrainedConfig) -> list[MicroBatch]:
-    """What a task trains on: a full batch, and one padded on the right where there are tokens."""
+    """Batches of a task: a full one and, for tokens, one padded on the right."""
     generator = torch.Generator().manual_seed(SEED)
     if task == "image-classification":
         pixels = torch.rand(image_shape(config, SAMPLES), generator=generator)

@@ -1,4 +1,4 @@
-"""The borders between stages: what stands where another stage's layer was, and how values come in and go out."""
+"""Boundaries between stages: stand-ins for other stages' layers, and how values enter and leave a stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class Cut(Exception):
-    """Carries what crosses the border out of the model's forward."""
+    """Carries the values that cross a boundary out of the model's forward pass."""
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__("the stage ends here")
@@ -21,11 +21,11 @@ class Cut(Exception):
 
 
 class StandIn(torch.nn.Module):
-    """Stands where another stage's layer was: has its plain attributes, owns nothing."""
+    """Replaces a layer of another stage: it has the layer's plain attributes and no parameters."""
 
     def __init__(self, layer: torch.nn.Module, act: Callable[[Arguments], Any]) -> None:
         super().__init__()
-        # Not registered: code around the layers may ask it things (`layer.attention_type`), never for weights.
+        # Not registered as a submodule: code around the layers reads its attributes (`attention_type`), never weights.
         object.__setattr__(self, "_layer", layer)
         object.__setattr__(self, "_act", act)
 
@@ -33,25 +33,25 @@ class StandIn(torch.nn.Module):
         return getattr(object.__getattribute__(self, "_layer"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stand-in was told to do."""
+        """Call the function that the stand-in was made with."""
         return object.__getattribute__(self, "_act")((args, kwargs))
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """In a layer's output: the hidden states."""
+    """Marks the hidden states in the template of a layer's output."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """In a layer's output: another tensor, whose sizes follow those of the hidden states."""
+    """Marks another tensor in the template of a layer's output; its sizes follow those of the hidden states."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     hidden: tuple[int, ...]
 
     def make(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Zeros of that shape for other hidden states."""
+        """Zeros in the shape that goes with these hidden states."""
         batch, length = self.hidden[0], self.hidden[1]
         sizes = [
             hidden.shape[0] if place == 0 and size == batch else hidden.shape[1] if size == length else size
@@ -74,7 +74,7 @@ def template_of(output: Any, hidden: torch.Tensor) -> Any:
 
 
 def fill_template(template: Any, hidden: torch.Tensor, on_side: Callable[[torch.Tensor], None] | None = None) -> Any:
-    """A layer's output with given hidden states and empty side tensors."""
+    """A layer's output with these hidden states and with zeros as side tensors."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Side):
@@ -102,9 +102,9 @@ def chosen(arguments: Arguments, positions: tuple[int, ...]) -> tuple[torch.Tens
 
 
 def put_in(arguments: Arguments, positions: tuple[int, ...], values: tuple[torch.Tensor, ...]) -> Arguments:
-    """The arguments with arrived values at these positions.
+    """The arguments with received values at these positions.
 
-    In place where the shapes allow it: code around the layer may hold the same tensor (a residual outside the layer).
+    In place if the shapes allow it: code around the layer may hold the same tensor (a residual outside the layer).
     """
     leaves, structure = tree_flatten(arguments)
     for position, value in zip(positions, values, strict=True):
@@ -120,10 +120,11 @@ def put_in(arguments: Arguments, positions: tuple[int, ...], values: tuple[torch
 def enter_at(
     layer: torch.nn.Module, positions: tuple[int, ...], received: Callable[[], tuple[torch.Tensor, ...]]
 ) -> None:
-    """Make a layer take what arrived from the stage before.
+    """Make a layer use the values received from the previous stage.
 
-    Its class becomes a subclass that overrides `__call__`, so that names and isinstance() stay, and the values come in
-    outside any checkpointed region: forward hooks would run again on recompute.
+    Its class becomes a subclass that overrides `__call__`. Parameter names and isinstance() stay as they are. Forward
+    pre-hooks would not do: torch 2.13 runs them again when a checkpointed layer is recomputed, and the values of the
+    next micro-batch would enter.
     """
     base: Any = type(layer)
 
@@ -145,6 +146,10 @@ class _Anchor(torch.autograd.Function):
 
 
 def anchored(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The same tensors through one identity: an unused one gets a zero gradient, which DeepSpeed must send back."""
+    """Pass tensors through one identity, so that an unused one gets a zero gradient.
+
+    DeepSpeed 0.19.8 sends back a gradient for every received floating-point tensor and fails if it is None
+    (`_exec_send_grads`). This can go when it sends zeros by itself.
+    """
     floats = iter(_Anchor.apply(*[t for t in tensors if t.is_floating_point()]))  # type: ignore[no-untyped-call]
     return tuple(next(floats) if t.is_floating_point() else t for t in tensors)

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline around one stage a rank, behind the same call as every other engine."""
+"""Engine of pipeline parallel: DeepSpeed's pipeline with one stage per rank, behind one call per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from toolkit.runtime.pipeline.stage import Stage
 
 
 class PipelineEngine:
-    """One rank of a pipeline."""
+    """`Engine` of one rank of a pipeline."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class PipelineEngine:
         )
 
     def _saves(self, name: str) -> bool:
-        """The first stage that holds a name saves it, and of its tensor ranks the first, or all if they hold slices."""
+        """The first stage that holds a name saves it: tensor rank 0, or all tensor ranks if they hold slices."""
         split, named = self._stage.split, self._stage.parameters_by_name
-        if name not in named:  # a buffer: layers are on one stage each, the rest is everywhere
+        if name not in named:  # a buffer: a layer is on one stage, everything else on all
             return self._mesh.tensor == 0 and (name.startswith(f"{split.layers}.") or self._mesh.pipe == 0)
         sliced = layout_of(named[name]) is not None
         return self._mesh.pipe == min(split.owners[name]) and (sliced or self._mesh.tensor == 0)
 
     @property
     def module(self) -> torch.nn.Module:
-        """This stage's part of the model, under the whole model's names."""
+        """This stage's part of the model, under the full model's names."""
         model: torch.nn.Module = self._stage.model
         return model
 
@@ -95,13 +95,13 @@ class PipelineEngine:
         plan = self._mesh.plan
         tokens = counted_tokens(batch, self._mesh)
         self._follow_shape(batch[0])
-        # DeepSpeed divides by micro-batches and replicas; this makes it the mean over counted tokens.
+        # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
         try:
-            loss = self._engine.train_batch(_nothing())
-        except NonFiniteGradients:  # on every rank alike, before the update
+            loss = self._engine.train_batch(_dummy_data())
+        except NonFiniteGradients:  # raised on every rank, before the update
             loss = torch.full((), float("nan"), device=device())
         if self._after_backward is not None:
             self._after_backward()
@@ -118,7 +118,7 @@ class PipelineEngine:
         )
 
     def watch(self, clock: Clock) -> None:
-        """Each instruction of DeepSpeed's schedule is a part of the step."""
+        """Attribute each instruction of DeepSpeed's schedule to a part of the step (`_INSTRUCTION_MAP` of 0.19.8)."""
         known = type(self._engine)._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
@@ -126,14 +126,18 @@ class PipelineEngine:
         counted = counted_tokens(batch, self._mesh)
         self._follow_shape(batch[0])
         self._stage.feed(batch, 1.0)
-        mean = self._engine.eval_batch(_nothing(), num_micro_batches=len(batch))  # over micro-batches and replicas
+        mean = self._engine.eval_batch(_dummy_data(), num_micro_batches=len(batch))  # over all micro-batches
         self._engine.module.train()
-        # Tensor ranks of the last stage have found the same; the other stages have found nothing.
+        # All tensor ranks of the last stage have the same count; other stages have 0.
         correct = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._stage.correct)) // self._mesh.plan.tp
         return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, counted, int(correct))
 
     def _follow_shape(self, micro: MicroBatch) -> None:
-        """DeepSpeed keeps the buffers of the first batch: batches of another length need new ones."""
+        """Reset the receive buffers if the shape of the batch has changed.
+
+        DeepSpeed 0.19.8 sends shapes only once and keeps its receive buffers; a batch of another length would be cut or
+        hang. Its `dynamic_shape` sends shapes for every micro-batch instead, which costs a message each.
+        """
         if self._shape not in (None, micro.shape):
             self._engine.reset_activation_shape()
         self._shape = micro.shape
@@ -162,7 +166,7 @@ def _timed(run: Callable[..., Any], name: str, clock: Clock) -> Callable[..., An
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
-    """DeepSpeed's container with one layer a rank, the stage; shared parameters are found by us."""
+    """DeepSpeed's `PipelineModule` with one layer per rank: the stage. Shared parameters come from our own split."""
 
     def __init__(self, stage: Stage, mesh: Mesh) -> None:
         plan = mesh.plan
@@ -172,16 +176,21 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=False)
 
     def _index_tied_modules(self) -> dict[str, Any]:
-        """Make the groups that sum gradients of shared parameters; mark who counts in DeepSpeed's gradient norm."""
+        """Create the groups that sum gradients of shared parameters; mark what counts in DeepSpeed's gradient norm.
+
+        DeepSpeed 0.19.8 calls this private method once, to find `TiedLayerSpec`s; we have none. Without the marks its
+        norm under ZeRO 1 counts shared parameters twice and misses shards. If the method is renamed, the pipeline tests
+        with tied embeddings fail.
+        """
         stage: Stage = self.forward_funcs[0]
         for parameter in stage.parameters():
-            # ZeRO 1 counts what is marked on every rank of the replica, and the rest on the first rank of it only.
+            # ZeRO 1 counts marked parameters on every rank of a replica, and others on its first rank only.
             counts = layout_of(parameter) is not None or self._grid.get_slice_parallel_rank() == 0
             parameter.model_parallel = counts  # type: ignore[attr-defined]
         groups: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
         for name, stages in stage.split.shared:
             if stages not in groups:
-                groups[stages] = self._group(stages)
+                groups[stages] = self._shared_group(stages)
             group, ranks = groups[stages]
             if self.global_rank in ranks:
                 parameter = stage.parameters_by_name[name]
@@ -189,8 +198,8 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
                 parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
         return {}
 
-    def _group(self, stages: tuple[int, ...]) -> tuple[Any, list[int]]:
-        """The ranks of these stages with this rank's replica and shard; every rank makes every group."""
+    def _shared_group(self, stages: tuple[int, ...]) -> tuple[Any, list[int]]:
+        """The group of these stages' ranks with this rank's replica and shard; every rank creates every group."""
         own: tuple[Any, list[int]] = (None, [])
         for data in range(self._grid.data_parallel_size):
             for model in range(self._grid.get_slice_parallel_world_size()):
@@ -201,9 +210,10 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         return own
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.nn.Parameter, Any]]:
-        """What DeepSpeed sums after the backward passes.
+        """Shared parameters whose gradients DeepSpeed sums after the backward passes.
 
-        A gradient that is missing here but not on the other stage would leave that one waiting: zeros stand for it.
+        DeepSpeed 0.19.8 skips a parameter without a gradient (`_exec_reduce_tied_grads`). If another stage has one,
+        that stage waits forever. So missing gradients become zeros. This can go when it reduces missing gradients too.
         """
         for parameter, _ in self._shared:
             if parameter.grad is None and getattr(parameter, "_hp_grad", None) is None:
@@ -212,7 +222,7 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
 
 
 class _Built(LayerSpec):  # type: ignore[misc]
-    """A layer spec whose module exists already: DeepSpeed builds the specs of its own stage only."""
+    """A layer spec whose module exists already; DeepSpeed builds only the specs of this rank's stage."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__(Stage)
@@ -222,8 +232,8 @@ class _Built(LayerSpec):  # type: ignore[misc]
         return self._stage
 
 
-def _nothing() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For DeepSpeed, which asks the first and the last stage for data: stages hold their own."""
+def _dummy_data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Dummy batches: DeepSpeed 0.19.8 requires an iterator on the first and last stage, but stages hold their own."""
     empty = torch.zeros(1, dtype=torch.long)
     while True:
         yield empty, empty

@@ -1,8 +1,9 @@
-"""How a model splits into stages, found by one small forward pass: no code for any architecture.
+"""How a model splits into stages, found by one small forward pass, without code per architecture.
 
-Every layer is replaced by a stand-in that returns fresh leaves of the autograd graph. What the graph reaches from a
-layer's arguments then says which arguments carry values over a border and which parameters outside the layers each
-stage needs. Weights are hollow (one element each), so this costs no memory, and every rank finds the same.
+Every layer is replaced by a stand-in that returns fresh leaves of the autograd graph. The leaves that the graph reaches
+from a layer's arguments show which arguments carry values across a boundary, and which parameters outside the layers
+each stage needs. Weights are hollow (one element of storage each), so this needs no memory. Every rank finds the same
+split.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ _LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer")
 
 
 class SplitRefused(NoPlanFits):
-    """The model can't be cut at these borders; the message says why."""
+    """The model can't be split at these boundaries; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
-    """What every stage owns and what crosses its borders: the same on every rank."""
+    """What every stage owns and what crosses its boundaries; equal on every rank."""
 
     layers: str
     """Name of the list of layers."""
     bounds: tuple[int, ...]
-    """First layer of each stage, and the number of layers."""
+    """First layer of each stage, then the number of layers."""
     template: Any
-    """What a layer returns."""
+    """Structure of a layer's output."""
     crossing: Mapping[int, tuple[int, ...]]
-    """First layer of a stage → positions, among its flattened arguments, of what comes from the stage before."""
+    """First layer of a stage → positions, in its flattened arguments, of values from the previous stage."""
     owners: Mapping[str, frozenset[int]]
-    """Parameter → stages that hold it; where there are several, gradients are summed."""
+    """Parameter → stages that hold it; if there are several, gradients are summed."""
     trained: frozenset[str]
     """Parameters that have gradients."""
 
@@ -53,13 +54,13 @@ class StageSplit:
 
     @property
     def shared(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Trained parameters that live on several stages, in one order for all ranks."""
+        """Trained parameters that several stages hold, in the same order on all ranks."""
         several = [(name, tuple(sorted(stages))) for name, stages in self.owners.items() if len(stages) > 1]
         return sorted((name, stages) for name, stages in several if name in self.trained)
 
 
 def find_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """The list of decoder layers: as long as the config says, else the one with the most parameters."""
+    """The list of decoder layers: the one as long as the config says, else the one with the most parameters."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= 2]
     outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
     if not outer:
@@ -69,7 +70,7 @@ def find_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
 
 
 def num_layers(model: PreTrainedModel) -> int | None:
-    """Layers by the config, whatever it calls them."""
+    """Number of layers by the config, whichever key it uses."""
     for config in (model.config, model.config.get_text_config(decoder=True)):
         for key in _LAYER_COUNTS:
             if isinstance(value := getattr(config, key, None), int):
@@ -84,7 +85,7 @@ def hollow(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.devi
 
 
 def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> StageSplit:
-    """How a skeleton splits at these bounds; it is used up. `SplitRefused` where there is no clean border."""
+    """How a skeleton splits at these bounds. Consumes the skeleton. `SplitRefused` if a boundary is not clean."""
     names = {id(p): name for name, p in model.named_parameters()}
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
     layers_name, layers = find_layers(model)
@@ -110,19 +111,19 @@ def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> StageSplit:
 
 @dataclass
 class _Probe:
-    """What is found while the stand-ins are called."""
+    """Collects findings while the stand-ins are called."""
 
     bounds: tuple[int, ...]
     owners: dict[str, set[int]]
     template: Any = None
     outside: dict[int, str] = field(default_factory=dict)
-    """Leaf → its parameter, for those outside the layers."""
+    """Leaf → its parameter, for parameters outside the layers."""
     crossing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     calls: list[int] = field(default_factory=list)
     depth: dict[int, int] = field(default_factory=dict)
-    """Leaf that a stand-in made → the layer that comes next."""
+    """Leaf that a stand-in returned → the next layer."""
     alive: list[torch.Tensor] = field(default_factory=list)
-    """Leaves and side tensors, kept so that identities stay unique."""
+    """Leaves and side tensors, kept alive so that their ids stay unique."""
     sides: set[int] = field(default_factory=set)
 
     def stage_of(self, layer: int) -> int:
@@ -130,7 +131,7 @@ class _Probe:
         return next(s for s in range(len(self.bounds) - 1) if self.bounds[s] <= layer < self.bounds[s + 1])
 
     def call(self, layer: int, arguments: Arguments) -> Any:
-        """A stand-in's forward: look at the arguments, return fresh leaves."""
+        """Forward pass of a stand-in: record the arguments, return fresh leaves."""
         self.calls.append(layer)
         hidden = hidden_of(arguments)
         self.crossing[layer] = self._carried(layer, arguments)
@@ -139,7 +140,7 @@ class _Probe:
         return fill_template(self.template, fresh, self._remember_side)
 
     def finish(self, logits: torch.Tensor) -> None:
-        """What the end of the forward reaches belongs to the last stage."""
+        """Give the last stage the parameters that the logits depend on."""
         layers = self.bounds[-1]
         reached, carried = self._reach(logits, layers)
         if not carried:
@@ -147,13 +148,13 @@ class _Probe:
         self._own(reached, len(self.bounds) - 2)
 
     def place_the_rest(self, trained: frozenset[str]) -> None:
-        """Constant tables, read without gradients, go everywhere; weights that nobody uses stay on the first stage."""
+        """Tables read without gradients go to every stage; unused weights stay on the first stage."""
         for name, stages in self.owners.items():
             if not stages:
                 stages.update({0} if name in trained else range(len(self.bounds) - 1))
 
     def _carried(self, layer: int, arguments: Arguments) -> tuple[int, ...]:
-        """Positions of arguments that hold values of earlier layers; notes who needs which parameter."""
+        """Positions of arguments that hold values of earlier layers; also records which stage needs which parameter."""
         positions, cut = [], []
         for position, leaf in enumerate(tree_flatten(arguments)[0]):
             if not torch.is_tensor(leaf):
@@ -171,20 +172,20 @@ class _Probe:
         return tuple(positions)
 
     def _start_anew(self, leaf: torch.Tensor, layer: int) -> None:
-        """Cut an argument off from its past, in place: what goes round the layer then shows as older than it."""
+        """Detach an argument in place: a value that bypasses the layer then shows as older than the layer."""
         if leaf.grad_fn is not None and not leaf._is_view():
             leaf.detach_().requires_grad_()
             self._remember(leaf, layer)
 
     def _reach(self, tensor: torch.Tensor, layer: int) -> tuple[set[int], bool]:
-        """Leaves that a tensor depends on, and whether layers are among them."""
+        """(leaves that a tensor depends on, whether any comes from a layer)."""
         reached = _leaves(tensor)
         depths = [self.depth[leaf] for leaf in reached if leaf in self.depth]
         for border in self.bounds[1:-1]:
             if border < layer and any(depth < border for depth in depths):
                 raise SplitRefused(
                     f"values of layers before layer {border} are used after it without passing through it: "
-                    "no clean border there; move it with strategy.pipeline_bounds, or use another strategy"
+                    "no clean boundary there; move it with strategy.pipeline_bounds, or use another strategy"
                 )
         return reached, bool(depths)
 
@@ -225,7 +226,7 @@ def _make_hollow(model: torch.nn.Module, names: Mapping[int, str]) -> dict[torch
 
 
 def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
-    """The structure of what the first layer returns."""
+    """The structure of the first layer's output."""
     first = layers[0]
 
     def stop(arguments: Arguments) -> None:
@@ -236,7 +237,8 @@ def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
         model(**probe_inputs(model))
     except Cut as cut:
         args, kwargs = cut.arguments
-        # Grouped matrix products of experts refuse hollow weights: this one layer gets real zeros for the call.
+        # torch 2.13's grouped matrix product of experts refuses expanded (hollow) weights, so this one layer gets real
+        # zeros for the call. They can go when `torch._grouped_mm` accepts a stride of 0.
         zeros = {
             name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in first.named_parameters()
         }
@@ -261,7 +263,7 @@ def _run_probe(model: PreTrainedModel, layers: torch.nn.ModuleList, probe: _Prob
 
 
 def _leaves(tensor: torch.Tensor) -> set[int]:
-    """Identities of the leaves that a tensor's graph reaches."""
+    """Ids of the leaves that a tensor's graph reaches."""
     if tensor.grad_fn is None:
         return {id(tensor)} if tensor.requires_grad else set()
     found, seen, todo = set(), set(), [tensor.grad_fn]

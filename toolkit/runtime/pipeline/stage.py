@@ -1,4 +1,4 @@
-"""One stage of a pipeline: the model's own forward, with its own layers real and the others stood in for."""
+"""One stage of a pipeline: the model's own forward pass, with stand-ins for the layers of other stages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from toolkit.runtime.pipeline.split import StageSplit, hollow
 
 
 class Stage(torch.nn.Module):
-    """Takes what the stage before sends, returns what the next one needs; the last returns the loss.
+    """Maps the values from the previous stage to those for the next one; the last stage returns the loss.
 
-    Every stage holds the micro-batches of its replica and takes one a forward, so masks, positions and rotary tables
-    are made where they are used and only hidden states travel.
+    Every stage holds the micro-batches of its replica and uses one per forward pass. So masks, positions and rotary
+    tables are computed on each stage, and only hidden states are sent.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Stage(torch.nn.Module):
         self.split = split
         self.index = index
         self.parameters_by_name = _carve(self, model, split, index, dtype)
-        """Own parameters under their names in the whole model."""
+        """This stage's parameters under their names in the full model."""
         self._queue: list[MicroBatch] = []
         self._weight = 1.0
         self.faults = NonFiniteCounter(device())
@@ -50,46 +50,46 @@ class Stage(torch.nn.Module):
             model.get_input_embeddings().register_forward_hook(self.faults.after_embedding)
         self._received: tuple[torch.Tensor, ...] = ()
         self.prepared: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
-        """Makes a loss ready for the engine's backward pass."""
+        """Prepares a loss for the engine's backward pass (loss scaling)."""
         self.correct = torch.zeros((), dtype=torch.long, device=device())
-        """Labels that the last stage found while it evaluated what was fed last."""
+        """Number of correct predictions in the last evaluation; 0 on all but the last stage."""
 
     def feed(self, batch: Sequence[MicroBatch], weight: float) -> None:
-        """The micro-batches of the coming step, and what their summed loss is multiplied by."""
+        """Set the micro-batches of the next step, and the factor of their summed loss."""
         assert len({micro.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
         self._queue, self._weight = list(batch), weight
         self.faults.reset()
         self.correct.zero_()
 
     def received(self) -> tuple[torch.Tensor, ...]:
-        """What the stage before sent for the current micro-batch."""
+        """Values from the previous stage for the current micro-batch."""
         return self._received
 
-    def forward(self, arrived: Any) -> Any:
-        """One micro-batch."""
+    def forward(self, received: Any) -> Any:
+        """Run one micro-batch."""
         micro = self._queue.pop(0).to(device())
         if self.index > 0:
-            self._received = anchored(arrived if isinstance(arrived, tuple) else (arrived,))
-        taken = self._received
+            self._received = anchored(received if isinstance(received, tuple) else (received,))
+        inputs = self._received
         try:
             output = self.model(**micro.inputs())
         except Cut as cut:
-            leaving = chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]])
-            self.faults.forward(taken, leaving)
-            return leaving[0] if len(leaving) == 1 else leaving
+            outputs = chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]])
+            self.faults.forward(inputs, outputs)
+            return outputs[0] if len(outputs) == 1 else outputs
         finally:
             self._received = ()
         if not self.training:
             self.correct += self._loss.num_correct(output.logits, micro.labels)
         loss = self._loss(output.logits, micro.labels) * self._weight
-        self.faults.forward(taken, (loss,))
+        self.faults.forward(inputs, (loss,))
         return self.prepared(loss)
 
 
 def _carve(
     stage: Stage, model: PreTrainedModel, split: StageSplit, index: int, dtype: torch.dtype
 ) -> dict[str, torch.nn.Parameter]:
-    """Leave only a stage's part in a skeleton."""
+    """Reduce a skeleton to a stage's part; return the stage's parameters by name."""
     named = dict(model.named_parameters())
     where = sites(model)
     start, end = split.bounds[index], split.bounds[index + 1]
@@ -113,12 +113,12 @@ def _leave(arguments: Arguments) -> Any:
 
 
 def _pass_by(template: Any) -> Any:
-    """What stands for a layer of an earlier stage: empty values of the right shapes."""
+    """Forward pass of a stand-in for an earlier layer: zeros of the right shapes."""
     return lambda arguments: fill_template(template, torch.zeros_like(hidden_of(arguments), requires_grad=False))
 
 
 def _make_unowned(where: Sites, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """A plain hollow tensor instead of a parameter: code that reads it runs, and nothing is stored or trained."""
+    """Replace a parameter by a plain hollow tensor: code that reads it still runs, but nothing is stored or trained."""
     for module, key in where[id(parameter)]:
         del module._parameters[key]
         module.__dict__[key] = hollow(parameter, dtype, device())

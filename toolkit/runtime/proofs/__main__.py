@@ -13,7 +13,7 @@ from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
 
 
 def main() -> int:
-    """A process of its own: the question on standard input, the verdict on the last line of standard output."""
+    """Read the question from standard input; print the verdict as the last line of standard output."""
     question = json.load(sys.stdin)
     section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
     by_autotp = axes.tensor_by == "autotp"

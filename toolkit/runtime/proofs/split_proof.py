@@ -1,7 +1,7 @@
-"""Proof of a split on a small twin of the model: float64, one process, against the whole model.
+"""Proof of a split on a tiny model: in float64 and one process, compared with the unsplit model.
 
-Tensor ranks are threads and pipeline stages follow one another, so nothing but the split itself is tried:
-a right one agrees with the whole model to rounding, a wrong one names the parameters whose gradients are off.
+Tensor ranks are threads and pipeline stages run one after another, so only the split itself is tested. A correct split
+agrees with the unsplit model up to rounding; a wrong one is reported with the parameters whose gradients differ.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, Seq
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
 TOLERANCE = 1e-4
-"""Relative error of a parameter's gradient: far above rounding, also where a model casts to fp32 inside."""
+"""Limit of a gradient's relative error: far above rounding, even if a model casts to fp32 inside."""
 FLOOR = 1e-6
-"""Gradients below this part of the whole norm are rounding themselves."""
+"""Gradients below this fraction of the global norm are rounding errors themselves."""
 SEED = 0
 
 
 class ThreadGroup(SequenceGroup):
-    """Tensor or sequence ranks that are threads of one process."""
+    """Tensor or sequence ranks as threads of one process."""
 
     def __init__(self, index: int, ranks: int, barrier: threading.Barrier, board: list[Any]) -> None:
         super().__init__(None, index, ranks)
@@ -63,18 +63,18 @@ class ThreadGroup(SequenceGroup):
         return torch.stack([part[self.index] for part in self.gather(tensor)])
 
     def give_up(self) -> None:
-        """End the other threads' waiting."""
+        """Make the waiting threads fail too."""
         self._barrier.abort()
 
 
 def thread_groups(ranks: int) -> list[ThreadGroup]:
-    """Groups of as many threads."""
+    """One group object per thread."""
     barrier, board = threading.Barrier(ranks), [None] * ranks
     return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
 
 
 def tiny_model_section(section: Model, axes: Axes) -> Model:
-    """A small model of the same type and switches, with heads for all ranks."""
+    """A tiny model of the same type and switches, with enough heads for all ranks."""
     heads = max(4, 2 * axes.tp, axes.sp)
     config = tiny_config(load_config(section), heads)
     return Model(
@@ -88,19 +88,19 @@ def tiny_model_section(section: Model, axes: Axes) -> Model:
 
 
 def prove(section: Model, axes: Axes) -> Verdict:
-    """The verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
-    twin = tiny_model_section(section, axes)
+    """Verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
+    tiny = tiny_model_section(section, axes)
     try:
-        kind, expected = _first_that_trains(twin)
+        kind, expected = _first_that_trains(tiny)
     except Exception as error:
-        name = (twin.config or {})["model_type"]
-        return Verdict(False, f"a small twin of {name} does not train in one process: {first_line(error)}")
+        name = (tiny.config or {})["model_type"]
+        return Verdict(False, f"a tiny {name} model does not train in one process: {first_line(error)}")
     try:
-        return _compare(twin, axes, kind, expected)
+        return _compare(tiny, axes, kind, expected)
     except (SplitRefused, SequenceRefused) as error:
         return Verdict(False, first_line(error))
     except Exception as error:
-        return Verdict(False, f"the split fails on a small twin: {type(error).__name__}: {first_line(error)}")
+        return Verdict(False, f"the split fails on a tiny model: {type(error).__name__}: {first_line(error)}")
 
 
 Gradients = dict[str, torch.Tensor]
@@ -108,43 +108,43 @@ Gradients = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the whole model gives, batch by batch."""
+    """Losses and gradients of the unsplit model, by batch."""
 
     batches: list[MicroBatch]
     losses: list[float]
     gradients: list[Gradients]
 
 
-def _first_that_trains(twin: Model) -> tuple[torch.dtype, _Expected]:
-    """In float64; in float32 where a model has constants that float64 can't hold together (xglm)."""
+def _first_that_trains(tiny: Model) -> tuple[torch.dtype, _Expected]:
+    """In float64; in float32 for types whose code mixes in fp32 constants and fails in float64 (xglm)."""
     try:
-        return torch.float64, _whole(twin, torch.float64)
+        return torch.float64, _whole(tiny, torch.float64)
     except Exception:
-        return torch.float32, _whole(twin, torch.float32)
+        return torch.float32, _whole(tiny, torch.float32)
 
 
-def _whole(twin: Model, kind: torch.dtype) -> _Expected:
+def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
     used, losses, gradients = [], [], []
-    for batch in probe_batches(twin.task, load_config(twin)):
+    for batch in probe_batches(tiny.task, load_config(tiny)):
         micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
-        model = _exact(build_model(twin, SEED), kind)
+        model = _exact(build_model(tiny, SEED), kind)
         try:
             loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)
             loss.backward()  # type: ignore[no-untyped-call]
         except Exception:
             if micro.attention_mask is None:
                 raise
-            continue  # this type takes no mask: then it is not trained on padded data
+            continue  # this type accepts no mask, so it is never trained on padded data
         used.append(micro)
         losses.append(float(loss.detach()))
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     return _Expected(used, losses, gradients)
 
 
-def _compare(twin: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
+def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
         groups = thread_groups(axes.tp * axes.sp)
-        parts = [_part(twin, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
+        parts = [_part(tiny, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
         shares = [
             _share(part.pieces[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)
         ]
@@ -154,14 +154,14 @@ def _compare(twin: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
         found = sum(losses) if axes.sp > 1 else losses[0]
         padded = " on padded data" if micro.attention_mask is not None else ""
         if abs(found - loss) > TOLERANCE * abs(loss):
-            return Verdict(False, f"the loss{padded} is {found:.6f} on a small twin; the whole model's is {loss:.6f}")
+            return Verdict(False, f"the loss{padded} of a tiny model is {found:.6f}; unsplit it is {loss:.6f}")
         ranks = [part.pieces for part in parts]
         together = [[piece for rank in ranks for piece in rank]] if axes.sp > 1 else ranks
         wrong = sorted({name for pieces in together for name in _wrong(pieces, gradients)})
         if wrong:
             names = ", ".join(wrong[:3])
             return Verdict(
-                False, f"on a small twin, gradients{padded} of {len(wrong)} parameters are off, first {names}"
+                False, f"gradients{padded} of {len(wrong)} parameters of a tiny model are wrong, first {names}"
             )
     return Verdict(True)
 
@@ -177,22 +177,22 @@ class _Part:
     """One tensor rank's part of the model."""
 
     pieces: list[Any]
-    """Its stages, or the model itself."""
+    """Its stages, or the model if there is only one stage."""
     loss: Loss = summed_loss
 
 
-def _part(twin: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
-    weights, sliced = open_weights(twin, SEED), group is not None and follows_head(twin)
+def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
+    weights, sliced = open_weights(tiny, SEED), group is not None and follows_head(tiny)
     if pp == 1:
-        model = skeleton(twin)
+        model = skeleton(tiny)
         loss = shard(model, group, sliced_logits=sliced) if group else summed_loss
         fill(model, weights)
         return _Part([_finished(model, group, kind)], loss)
-    bounds = even_bounds(len(find_layers(skeleton(twin))[1]), pp)
-    split = analyse(skeleton(twin), bounds)
+    bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
+    split = analyse(skeleton(tiny), bounds)
     stages = []
     for index in range(pp):
-        model = skeleton(twin)
+        model = skeleton(tiny)
         owned = _owned_by(split.owners, index)
         loss = shard(model, group, owned, sliced_logits=sliced) if group else summed_loss
         stage = Stage(model, split, index, kind, loss)
@@ -214,7 +214,7 @@ def _finished(model: PreTrainedModel, group: TensorGroup | None, kind: torch.dty
 
 
 def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
-    """In the twin's precision, with experts computed one by one: grouped products have no float64."""
+    """In the proof's precision, with experts computed one by one: torch 2.13's grouped products have no float64."""
     for config in (model.config, model.config.get_text_config()):
         config._experts_implementation = "eager"
     return model.to(kind).train()
@@ -239,7 +239,7 @@ def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: Mi
 
 
 def _wrong(parts: Sequence[Any], expected: Gradients) -> list[str]:
-    """Parameters of one tensor rank whose gradients are not the whole model's."""
+    """Parameters of one tensor rank whose gradients differ from those of the unsplit model."""
     found: dict[str, torch.Tensor] = {}
     layouts: dict[str, Layout | None] = {}
     for part in parts:
@@ -249,10 +249,12 @@ def _wrong(parts: Sequence[Any], expected: Gradients) -> list[str]:
             if parameter.grad is not None:
                 found[name] = found[name] + parameter.grad if name in found else parameter.grad
     norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
-    return [name for name, g in expected.items() if name in layouts and _off(g, layouts[name], found.get(name), norm)]
+    return [
+        name for name, g in expected.items() if name in layouts and _differs(g, layouts[name], found.get(name), norm)
+    ]
 
 
-def _off(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None, norm: float) -> bool:
-    piece = layout.take(whole) if layout else whole
+def _differs(whole: torch.Tensor, layout: Layout | None, found: torch.Tensor | None, norm: float) -> bool:
+    piece = layout.slice_of(whole) if layout else whole
     difference = float((piece - found).norm()) if found is not None else float(piece.norm())
     return not difference <= TOLERANCE * float(piece.norm()) + FLOOR * norm

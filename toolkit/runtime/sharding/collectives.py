@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism, each with the backward pass that keeps gradients those of one process."""
+"""Collectives of tensor parallelism, each with the backward pass that keeps gradients equal to one process's."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class TensorGroup:
         self.ranks = ranks
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the sum over ranks."""
+        """Sum over ranks, in a new tensor."""
         total = tensor.contiguous().clone()
         dist.all_reduce(total, group=self.group)
         return total
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the maximum over ranks."""
+        """Maximum over ranks, in a new tensor."""
         top = tensor.contiguous().clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
         return top
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor; all have one shape."""
+        """The tensors of all ranks, which have the same shape."""
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return parts
 
     def join(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Slices of the last dimension, of even shares, put together."""
+        """All-gather slices of the last dimension, whose total size is `size`."""
         sizes = shares(size, self.ranks)
         parts = self.gather(pad(tensor, (0, sizes[0] - tensor.shape[-1])))
         return torch.cat([part[..., :width] for part, width in zip(parts, sizes, strict=True)], -1)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the last dimension."""
+        """This rank's slice of the last dimension."""
         sizes = shares(tensor.shape[-1], self.ranks)
         return tensor.narrow(-1, sum(sizes[: self.index]), sizes[self.index]).contiguous()
 
 
 def copy_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """A replicated value enters a sharded region: its gradient is the sum of what the ranks find."""
+    """A replicated value enters a sharded region; its gradient is summed over ranks."""
     return _CopyIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -60,17 +60,17 @@ def sum_out(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def join_out(tensor: torch.Tensor, size: int, group: TensorGroup) -> torch.Tensor:
-    """Slices of the last dimension leave a sharded region whole."""
+    """Slices of the last dimension leave a sharded region gathered."""
     return _JoinOut.apply(tensor, size, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def cut_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Of a replicated value, a rank takes its slice of the last dimension."""
+    """A replicated value enters a sharded region as this rank's slice of the last dimension."""
     return _CutIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def whole_weight(piece: torch.Tensor, dim: int, group: TensorGroup) -> torch.Tensor:
-    """A weight that is stored in slices, whole for replicated computation."""
+    """Gather a weight that is stored in slices, for replicated computation."""
     return _WholeWeight.apply(piece, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""A model in tensor shards: styles applied to a skeleton, and the check that no gradient is left partial."""
+"""Tensor shards of a model: apply styles to a skeleton, and check that no gradient is left partial."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ STYLES: dict[str, Style] = {
     "stored": styles.stored,
     "replicated_with_grad_allreduce": styles.partial,
 }
-"""transformers' names, and two of ours: `packed3_colwise` and `stored`; `_apply` knows two more."""
+"""transformers' names, and two of ours: `packed3_colwise` and `stored`. `_apply` handles two more."""
 
 
 GATHERED_HEADS = ("colwise_gather_output", "colwise_rep")
 
 
 class PartialGradients(ToolkitError):
-    """Tensor ranks found different gradients for parameters that they all hold."""
+    """Tensor ranks have different gradients for a parameter that they all hold."""
 
     exit_code = 4
 
@@ -52,7 +52,7 @@ def shard(
     *,
     sliced_logits: bool = False,
 ) -> Loss:
-    """Cut a skeleton into this rank's shards; modules without an owned parameter stay whole. The loss of its logits."""
+    """Reduce a skeleton to this rank's shards and return the loss for its logits. Unowned modules stay complete."""
     plan, attention = tensor_styles(model, group.ranks)
     head = head_name(model)
     sliced_logits = sliced_logits and head is not None and plan.get(head) in GATHERED_HEADS
@@ -72,20 +72,20 @@ def shard(
         if name in modules and not styles.is_wrapped(modules[name]):
             _apply(model, modules[name], style, f"{name}." if name else "", chosen, sharder)
     for name in attention:
-        if any(other.startswith(f"{name}.") for other in chosen):  # what another stage owns stays whole, heads too
+        if any(other.startswith(f"{name}.") for other in chosen):  # modules of another stage keep all heads
             _divide_heads(modules[name], group.ranks)
     return loss
 
 
 def sum_partial_gradients(model: torch.nn.Module, group: TensorGroup) -> None:
-    """Whole parameters inside sharded regions get the sum of all ranks' gradients, before they are accumulated."""
+    """Sum gradients of full parameters inside sharded regions over tensor ranks, before accumulation."""
     for parameter in model.parameters():
         if is_partial(parameter):
             parameter.register_hook(group.sum)  # type: ignore[no-untyped-call]
 
 
 class ReplicaCheck:
-    """Compares, on the first backward pass, the gradients of whole parameters between tensor ranks."""
+    """Compares gradients of full parameters between tensor ranks, on the first backward pass."""
 
     TOLERANCE = 1e-2
 
@@ -107,7 +107,7 @@ class ReplicaCheck:
         return note
 
     def finish(self) -> None:
-        """After the first backward pass: stop the run if gradients differ, with the parameters' names."""
+        """After the first backward pass: raise `PartialGradients` with the names of parameters that differ."""
         for hook in self._hooks:
             hook.remove()
         if not self._whole:
@@ -123,7 +123,7 @@ class ReplicaCheck:
         ]
         if wrong:
             raise PartialGradients(
-                f"{len(wrong)} parameters get different gradients on tensor ranks, first {', '.join(wrong[:4])}; "
+                f"{len(wrong)} parameters have different gradients on tensor ranks, first {', '.join(wrong[:4])}; "
                 "the shards of this model are wrong: use another strategy, and please report the model type"
             )
 
@@ -141,7 +141,7 @@ def _is_owned(
 
 
 def _cut_bare(modules: dict[str, torch.nn.Module], name: str, style: str, sharder: styles.Sharder) -> None:
-    """A parameter that is no module's weight: experts in one tensor, attention sinks."""
+    """Shard a bare parameter, which is not the weight of a linear module: experts in one tensor, attention sinks."""
     parent, _, key = name.rpartition(".")
     parameter = modules[parent]._parameters[key]
     assert parameter is not None

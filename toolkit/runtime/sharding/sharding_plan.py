@@ -1,6 +1,6 @@
-"""Which style each module gets: transformers' own plan, pairs found by their names, or a gathered linear that fits all.
+"""Which style each module gets: transformers' own plan, pairs found by name, or a gathered linear, which always works.
 
-It looks at shapes and names only, so it works on a skeleton. A wrong guess is found by the float64 twin, not by users.
+It reads shapes and names only, so it works on a skeleton. The float64 proof on a tiny model finds wrong guesses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ Styles = dict[str, str]
 """Module or parameter name → style."""
 
 CORRECTIONS: dict[str, dict[str, str]] = {
-    # Gate and up are one matrix, which transformers (5.22) cuts as if it were one piece.
+    # Gate and up are one matrix. The plan of transformers 5.22.2 slices it as one piece: ranks mix gate with up rows.
     "inkling_text": {"model.layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
-    # Learned scalars of the activation sit inside the sharded MLP; transformers (5.22) leaves their gradients partial.
+    # The activation inside the sharded MLP has learned scalars; transformers 5.22.2 leaves their gradients partial.
     "apertus": {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
 }
-"""Where transformers' plan is wrong: the float64 twin finds these."""
+"""Model types whose plan in transformers is wrong. A row can go when the float64 proof (`toolkit coverage`) passes
+without it."""
 
 WHOLE_HEADS: dict[str, str] = {
     "big_bird": "block-sparse attention reshapes by the config's head count",
@@ -31,7 +32,7 @@ WHOLE_HEADS: dict[str, str] = {
     "mpt": "its ALiBi bias is made for all heads",
     "trocr": "attention reshapes by the config's head count",
 }
-"""Types whose attention needs all heads on every rank: every linear is gathered by itself."""
+"""Types whose attention needs all heads on every rank: every linear is gathered on its own."""
 
 GATHERED = {
     "colwise": "colwise_gather_output",
@@ -41,19 +42,20 @@ GATHERED = {
     "mla_kv_a_proj": "",
     "all_reduce": "",
 }
-"""What a style becomes where heads or widths do not divide: activations stay whole between modules."""
+"""Replacement of a style if heads or widths are not divisible: activations between modules stay replicated."""
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LARGE_TABLE = 512
-"""Rows from which a further embedding table is cut."""
+"""Other embedding tables with more rows than this are sharded."""
 
 
 def tensor_styles(model: PreTrainedModel, ranks: int) -> tuple[Styles, list[str]]:
-    """Style by name, and the attention modules whose head counts must be divided."""
+    """(style by name, attention modules whose head counts must be divided)."""
     whole_heads = model.config.model_type in WHOLE_HEADS
     styles: Styles = {} if whole_heads else _own_plan(model)
     heads: list[str] = []
-    if len({_starred(name) for name in styles}) <= 1 and not whole_heads:  # at most the head: no plan for the layers
+    has_plan = len({_starred(name) for name in styles}) > 1  # a plan for the output head alone is none for the layers
+    if not has_plan and not whole_heads:
         pairs, heads = find_pairs(model, ranks)
         styles |= pairs
     styles = _gather_where_needed(model, styles, ranks)
@@ -66,7 +68,7 @@ def _starred(name: str) -> str:
 
 
 def _own_plan(model: PreTrainedModel) -> Styles:
-    """transformers' plan, with wildcards resolved and known errors corrected."""
+    """The plan of transformers, with wildcards resolved and known errors corrected."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     plan |= CORRECTIONS.get(model.config.model_type, {})
     names = [name for name, _ in model.named_modules()]
@@ -75,7 +77,7 @@ def _own_plan(model: PreTrainedModel) -> Styles:
 
 
 def _gather_where_needed(model: torch.nn.Module, styles: Styles, ranks: int) -> Styles:
-    """Blocks that do not divide run with whole activations, which always fits."""
+    """Blocks that are not divisible run with replicated activations, which always works."""
     modules = dict(model.named_modules())
     uneven = {name.rpartition(".")[0] for name, style in styles.items() if _uneven(modules, name, style, ranks)}
     changed = {
@@ -97,7 +99,7 @@ def _uneven(modules: dict[str, torch.nn.Module], name: str, style: str, ranks: i
 
 
 def _everything_else(model: torch.nn.Module, styles: Styles) -> Styles:
-    """Linears that nothing speaks of: own columns, output gathered. 3-D weights: stored in slices."""
+    """Styles of modules without one. Linears: sliced columns, gathered output. 3-D weights: stored in slices."""
     return {
         name: style
         for name, module in model.named_modules()
@@ -108,7 +110,7 @@ def _everything_else(model: torch.nn.Module, styles: Styles) -> Styles:
 
 
 def _inside(name: str, styles: Styles) -> bool:
-    """Whether a module around it computes in shards as a whole."""
+    """Whether a module around it is sharded as a unit."""
     return any(styles.get(parent) in ("moe_tp_experts", "all_reduce") for parent in _parents(name))
 
 
@@ -130,7 +132,7 @@ def _general_style(module: torch.nn.Module) -> str:
 
 
 def _with_embeddings(model: PreTrainedModel, styles: Styles) -> Styles:
-    """Token table and head, by vocabulary; where they are one parameter, both or neither are cut."""
+    """Token table and output head, sharded by vocabulary. If they share a parameter, both are sharded or neither."""
     table: Any = model.get_input_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     if not isinstance(table, torch.nn.Embedding) or id(table) not in names:
@@ -171,7 +173,7 @@ MLP = (
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "dim_head", "depth")
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads")
 DIVIDED = (*HEAD_COUNTS, "num_key_value_heads", "num_kv_heads", "all_head_size", "split_size", "embed_dim")
-"""Attributes of an attention module that count heads or their width together."""
+"""Attributes of an attention module that count heads, or their total width."""
 
 
 def in_features(module: Any) -> int:
@@ -185,7 +187,7 @@ def out_features(module: Any) -> int:
 
 
 def find_pairs(model: torch.nn.Module, ranks: int) -> tuple[dict[str, str], list[str]]:
-    """Style by module name for attention and MLP blocks that divide, and the attention modules among them."""
+    """(styles of attention and MLP blocks that are divisible, the attention modules among them)."""
     blocks = _Blocks(model, ranks)
     for name, module in model.named_modules():
         if any(isinstance(child, torch.nn.Conv1d) for child in module.children()):
@@ -199,7 +201,7 @@ Found = tuple[str, torch.nn.Module]
 
 
 class _Blocks:
-    """Pairs found so far."""
+    """Column and row pairs found so far."""
 
     def __init__(self, model: torch.nn.Module, ranks: int) -> None:
         self._modules = dict(model.named_modules())
@@ -208,7 +210,7 @@ class _Blocks:
         self.heads: list[str] = []
 
     def attention(self, base: str, block: torch.nn.Module) -> None:
-        """Queries, keys and values by columns of whole heads, the output by rows."""
+        """Queries, keys and values by columns of complete heads, the output by rows."""
         for names in QUERY_KEY_VALUE:
             inputs = self._all(base, names)
             output = next((found for name in ATTENTION_OUTPUT if (found := self._linear(base, name))), None)
@@ -223,7 +225,7 @@ class _Blocks:
                 return
 
     def mlp(self, base: str, block: torch.nn.Module) -> None:
-        """The widening linears by columns, the narrowing one by rows."""
+        """The up-projections by columns, the down-projection by rows."""
         for names, last in MLP:
             inputs, output = self._all(base, names), self._linear(base, last)
             if not inputs or not output or any(name in self.styles for name, _ in [*inputs, output]):
@@ -233,7 +235,7 @@ class _Blocks:
                 continue
             own = {id(p) for _, module in [*inputs, output] for p in module.parameters()}
             others = [p for p in block.parameters() if id(p) not in own and p.ndim == 1 and p.shape[-1] == width]
-            if others and last != "output.dense":  # something else works on the inner width
+            if others and last != "output.dense":  # another parameter acts on the inner width
                 continue
             self.styles |= {name: "colwise" for name, _ in inputs} | {output[0]: "rowwise"}
             return
@@ -262,7 +264,7 @@ class _Blocks:
         return all(out_features(module) % (head * self._ranks) == 0 for _, module in inputs)
 
     def _other_parameters(self, block: torch.nn.Module, linears: list[Found], head: int) -> list[str] | None:
-        """Norms over one head, which may stay whole; None if there is anything else in the block."""
+        """Names of norms over one head, which may stay replicated; None if the block has any other parameter."""
         own = {id(p) for _, module in linears for p in module.parameters()}
         norms = []
         for name, module in block.named_modules():

@@ -1,6 +1,7 @@
 """How one module computes in shards. Each style replaces parameters by slices and wraps the module's own forward.
 
-Everything is a plain local tensor, so DeepSpeed and ZeRO see ordinary, smaller parameters.
+Slices are plain local tensors, because DeepSpeed 0.19.8's optimizers do not accept DTensors: DeepSpeed and ZeRO see
+ordinary, smaller parameters.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ Forward = Callable[..., Any]
 
 
 class Sharder:
-    """Cuts parameters of one model; a shared parameter is cut once and stays shared."""
+    """Slices parameters of one model; a shared parameter is sliced once and stays shared."""
 
     def __init__(self, model: torch.nn.Module, group: TensorGroup) -> None:
         self.group = group
         self._sites = sites(model)
-        self._whole = list(model.parameters())  # kept, so that no identity is given to another
+        self._whole = list(model.parameters())  # kept alive, so that no id is reused
 
     def cut(self, module: torch.nn.Module, key: str, dim: int, packs: int = 1) -> None:
-        """Replace a parameter, if the module has it and it is not cut yet, by this rank's slice wherever it is held."""
-        whole = module._parameters.get(key)
-        if whole is None or layout_of(whole) is not None:
+        """Replace a parameter by this rank's slice in every module that holds it, unless absent or sliced already."""
+        full = module._parameters.get(key)
+        if full is None or layout_of(full) is not None:
             return
         layout = Layout(
-            dim=dim % whole.ndim,
+            dim=dim % full.ndim,
             index=self.group.index,
             ranks=self.group.ranks,
-            shape=tuple(whole.shape),
+            shape=tuple(full.shape),
             packs=packs,
         )
-        piece = torch.nn.Parameter(layout.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
+        piece = torch.nn.Parameter(layout.slice_of(full.detach()).clone(), requires_grad=full.requires_grad)
         mark_shard(piece, layout)
-        for holder, name in self._sites[id(whole)]:
+        for holder, name in self._sites[id(full)]:
             holder._parameters[name] = piece
 
 
 def wrap(module: torch.nn.Module, forward: Callable[[Forward], Forward]) -> None:
-    """Wrap a module's forward by making its class a subclass: names, hooks and isinstance() stay as they are."""
+    """Wrap a module's forward by changing its class to a subclass; names, hooks and isinstance() stay as they are."""
     base: Any = type(module)
 
     def wrapped(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -56,23 +57,23 @@ def wrap(module: torch.nn.Module, forward: Callable[[Forward], Forward]) -> None
 
 
 def is_wrapped(module: torch.nn.Module) -> bool:
-    """Whether a style was applied already (a module may have several names)."""
+    """Whether a style has been applied; a module with several names is visited several times."""
     return getattr(type(module), "in_shards", False)
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Of a parameter that may be cut already, because another module shares it."""
+    """Full shape of a parameter, which may be sliced already if another module shares it."""
     layout = layout_of(parameter)
     return layout.shape if layout else tuple(parameter.shape)
 
 
 def output_dim(module: torch.nn.Module) -> int:
-    """The dimension of a linear's weight that makes its output."""
+    """The output dimension of a linear's weight."""
     return 1 if isinstance(module, Conv1D) else 0
 
 
 def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int = 1) -> None:
-    """Each rank computes its share of the output; `gather` puts the output together again."""
+    """Each rank computes a slice of the output; `gather` all-gathers the output."""
     group, size = sharder.group, whole_shape(module.weight)[output_dim(module)]
     sharder.cut(module, "weight", output_dim(module), packs)
     sharder.cut(module, "bias", 0, packs)
@@ -90,7 +91,7 @@ def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int =
 
 
 def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
-    """Each rank takes its share of the input; partial outputs are summed. `split`: the input arrives whole."""
+    """Each rank uses a slice of the input; partial outputs are summed. `split`: the input is replicated."""
     group = sharder.group
     sharder.cut(module, "weight", 1 - output_dim(module))
 
@@ -106,7 +107,7 @@ def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
 
 
 def vocabulary(module: torch.nn.Embedding, sharder: Sharder) -> None:
-    """Each rank holds a range of tokens; rows of others are zeros until the sum."""
+    """Each rank holds a range of the vocabulary; rows of other ranks are zeros before the sum."""
     group = sharder.group
     sizes = shares(whole_shape(module.weight)[0], group.ranks)
     start = sum(sizes[: group.index])
@@ -127,7 +128,7 @@ def vocabulary(module: torch.nn.Embedding, sharder: Sharder) -> None:
 
 
 def region(module: torch.nn.Module, sharder: Sharder) -> None:
-    """A module whose parameters are cut: floating-point inputs (hidden states, routing weights) enter, a sum leaves."""
+    """A module with sliced parameters: floating-point inputs are replicated, outputs are summed."""
     group = sharder.group
 
     def enter(value: Any) -> Any:
@@ -143,13 +144,13 @@ def region(module: torch.nn.Module, sharder: Sharder) -> None:
 
 
 def summed(module: torch.nn.Module, sharder: Sharder) -> None:
-    """A module that returns a partial result because something before it is cut."""
+    """A module that returns a partial result, because a module before it is sharded: its output is summed."""
     group = sharder.group
     wrap(module, lambda inner: lambda *args, **kwargs: sum_out(inner(*args, **kwargs), group))
 
 
 def latent_keys(module: torch.nn.Module, sharder: Sharder, rope: int) -> None:
-    """Latent attention's down-projection: its rope part goes straight to all heads, which are sharded."""
+    """Down-projection of latent attention: its rope part enters all heads, which are sharded, directly."""
     group = sharder.group
 
     def forward(inner: Forward) -> Forward:
@@ -164,13 +165,13 @@ def latent_keys(module: torch.nn.Module, sharder: Sharder, rope: int) -> None:
 
 
 def partial(module: torch.nn.Module, sharder: Sharder) -> None:
-    """Whole parameters inside a sharded region: each rank finds a part of their gradient."""
+    """Full parameters inside a sharded region: each rank computes a part of their gradient."""
     for parameter in module.parameters(recurse=False):
         mark_partial(parameter)
 
 
 def stored(module: torch.nn.Module, sharder: Sharder) -> None:
-    """Parameters kept in slices and gathered for the module's own forward: saves memory, not compute."""
+    """Parameters stored in slices and gathered for the module's own forward: saves memory, not compute."""
     group, dims = sharder.group, {}
     for key, parameter in list(module._parameters.items()):
         dim = _divisible_dim(parameter, group.ranks)
@@ -180,7 +181,7 @@ def stored(module: torch.nn.Module, sharder: Sharder) -> None:
 
     def forward(inner: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Whole(module, dims, group):
+            with _Gathered(module, dims, group):
                 return inner(*args, **kwargs)
 
         return run
@@ -188,8 +189,8 @@ def stored(module: torch.nn.Module, sharder: Sharder) -> None:
     wrap(module, forward)
 
 
-class _Whole:
-    """Whole weights in front of a module's slices, for one forward."""
+class _Gathered:
+    """Puts gathered weights in front of a module's slices, for one forward pass."""
 
     def __init__(self, module: torch.nn.Module, dims: Mapping[str, int], group: TensorGroup) -> None:
         self._module, self._dims, self._group = module, dims, group

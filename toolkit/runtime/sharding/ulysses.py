@@ -1,7 +1,7 @@
-"""Sequence parallel in the way of Ulysses: ranks share a sequence's tokens, and exchange tokens for heads in attention.
+"""Ulysses sequence parallelism: ranks share the tokens of a sequence, and exchange tokens for heads around attention.
 
-It enters through transformers' registry of attention functions, so every model that uses it can be cut this way.
-To DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and states sharded over all of them.
+It is registered as an attention function of transformers, so it works for every model that uses that registry. To
+DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and states sharded over all of them.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ _numbers = itertools.count()
 
 
 class SequenceRefused(NoPlanFits):
-    """The model's attention can't be cut by sequence; the message says why."""
+    """The model's attention can't be split by sequence; the message gives the reason."""
 
 
 class SequenceGroup(TensorGroup):
-    """Ranks that share the tokens of a sequence."""
+    """The ranks that share the tokens of a sequence."""
 
     def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Entry i of the first dimension goes to rank i; entry j of the result came from rank j."""
+        """All-to-all: entry i of the first dimension goes to rank i, entry j of the result comes from rank j."""
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
 
 class SequenceShare:
-    """One rank's share of every sequence, and the attention that makes the shares see each other."""
+    """One rank's slice of every sequence, and the attention that connects the slices."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self._group = group
         self._mask: torch.Tensor | None = None
         self._positions: torch.Tensor | None = None
-        self._pieces: list[DocumentSpan] = []
-        """Documents of the micro-batch at hand."""
+        self._documents: list[DocumentSpan] = []
+        """Documents of the current micro-batch."""
         self._masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
-        """Of the micro-batch at hand, by window: layers share one, and none keeps its own for the backward pass."""
+        """Masks of the current micro-batch by window, shared by all layers and their backward passes."""
 
     def install(self, model: PreTrainedModel) -> None:
-        """Make a model attend through this share."""
+        """Make a model use this attention."""
         name = f"ulysses-{next(_numbers)}"
         ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
-        # Each rank would make masks for its own tokens only: attention makes them here, over all tokens.
+        # transformers 5.22.2 builds masks from the tokens that the model sees, here only this rank's. Without this the
+        # masks would have the wrong size; `_attend` builds them over all tokens instead.
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
@@ -62,13 +63,13 @@ class SequenceShare:
             raise SequenceRefused(f"{kind} does not use transformers' registry of attention functions")
 
     def slice_batch(self, micro: MicroBatch) -> MicroBatch:
-        """This rank's tokens of a micro-batch; what attention must know of all tokens is kept here."""
-        assert micro.input_ids is not None, "images are not cut by sequence"
+        """This rank's tokens of a micro-batch; masks and positions of all tokens are kept for attention."""
+        assert micro.input_ids is not None, "images are not split by sequence"
         batch, length = micro.input_ids.shape
         if length % self._group.ranks:
-            raise SequenceRefused(f"{length} tokens can't be shared by {self._group.ranks} ranks")
+            raise SequenceRefused(f"{length} tokens are not divisible by {self._group.ranks} ranks")
         self._mask, self._positions, self._masks = micro.attention_mask, micro.position_ids, {}
-        self._pieces = _pieces(micro.position_ids, batch, length)
+        self._documents = _documents(micro.position_ids, batch, length)
         positions = micro.position_ids
         if positions is None:
             positions = torch.arange(length, device=micro.input_ids.device).expand(batch, length)
@@ -93,8 +94,8 @@ class SequenceShare:
         key, value = (self._divisible(tensor, query.shape[1]) for tensor in (key, value))
         query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
         how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": key.shape[1] != query.shape[1]}
-        if self._mask is None and all(piece.length <= (sliding_window or piece.length) for piece in self._pieces):
-            output = _by_document(query, key, value, self._pieces, how)
+        if self._mask is None and all(piece.length <= (sliding_window or piece.length) for piece in self._documents):
+            output = _by_document(query, key, value, self._documents, how)
         else:
             output = scaled_dot_product_attention(query, key, value, self._bias(query, sliding_window), **how)
         return self._to_tokens(output).transpose(1, 2).contiguous(), None
@@ -104,10 +105,12 @@ class SequenceShare:
         strange = sorted(k for k, v in others.items() if k not in known and v is not None and not isinstance(v, bool))
         if mask is not None or strange:
             what = "a bias of its own" if mask is not None else ", ".join(strange)
-            raise SequenceRefused(f"{type(module).__name__} gives attention {what}, which is not cut by sequence")
+            raise SequenceRefused(
+                f"{type(module).__name__} passes {what} to attention, which can't be split by sequence"
+            )
 
     def _bias(self, query: torch.Tensor, window: int | None) -> torch.Tensor:
-        """What is added to scores where padding or a window cuts through documents."""
+        """Attention bias for batches with padding or with a window shorter than a document."""
         kind = (window, query.dtype)
         if kind not in self._masks:
             allowed = self._allowed(query.shape[2], window, query.device)
@@ -115,14 +118,14 @@ class SequenceShare:
         return self._masks[kind]
 
     def _allowed(self, length: int, window: int | None, device: torch.device) -> torch.Tensor:
-        """Which keys a query may see."""
+        """Which keys each query may attend to."""
         place = torch.arange(length, device=device)
         allowed = place[None, :] <= place[:, None]
         if window:
             allowed &= place[:, None] - place[None, :] < window
         allowed = allowed[None, None]
         if self._mask is not None:
-            # A query without any key gives NaN: padding sees itself.
+            # A query without any key gives NaN, so padding attends to itself.
             visible = self._mask.bool()[:, None, None, :] | torch.eye(length, dtype=torch.bool, device=device)
             allowed = allowed & visible
         if self._positions is not None:
@@ -131,7 +134,7 @@ class SequenceShare:
         return allowed
 
     def _divisible(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
-        """Key/value heads as they are if every rank gets some, else once for every query head that uses them."""
+        """Key/value heads, repeated for every query head if their number is not divisible by the ranks."""
         return (
             tensor
             if tensor.shape[1] % self._group.ranks == 0
@@ -151,7 +154,7 @@ class SequenceShare:
 
 @dataclass(frozen=True)
 class DocumentSpan:
-    """A document, or one in the same place of several rows."""
+    """A document, or documents with the same bounds in several rows."""
 
     rows: slice
     start: int
@@ -159,12 +162,12 @@ class DocumentSpan:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return self.end - self.start
 
 
-def _pieces(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
-    """The documents of packed sequences; rows without any other document than one are one piece together."""
+def _documents(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
+    """Documents of packed sequences; if no row has more than one, all rows are one span."""
     if positions is None:
         return [DocumentSpan(slice(0, batch), 0, length)]
     starts: list[list[int]] = [[0] for _ in range(batch)]
@@ -182,7 +185,7 @@ def _pieces(positions: torch.Tensor | None, batch: int, length: int) -> list[Doc
 def _by_document(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: list[DocumentSpan], how: dict[str, Any]
 ) -> torch.Tensor:
-    """Causal attention inside every document: a mask over all pairs of tokens would have no room on long sequences."""
+    """Causal attention inside every document: a mask over all pairs of tokens would not fit for long sequences."""
     rows: dict[int, list[torch.Tensor]] = {}
     for piece in pieces:
         q, k, v = (tensor[piece.rows, :, piece.start : piece.end] for tensor in (query, key, value))

@@ -1,4 +1,4 @@
-"""Loss over a vocabulary in shards: a tensor rank keeps its own columns of the logits, and none ever holds all."""
+"""Vocabulary-parallel cross-entropy: each tensor rank keeps its columns of the logits; none ever holds all of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from toolkit.runtime.models.tiny_models import tiny_config
 from toolkit.runtime.sharding.collectives import TensorGroup
 
 ELEMENTWISE = ("ToCopyBackward0", "MulBackward0", "DivBackward0", "TanhBackward0")
-"""What models do to logits element by element: casts, scales, caps."""
+"""Element-wise operations that models apply to logits: casts, scales, caps."""
 
 
 class VocabularyLoss:
-    """Cross-entropy added up over counted tokens, from this rank's columns of the logits."""
+    """`Loss` over this rank's columns of the logits. Collective over the tensor ranks."""
 
     def __init__(self, group: TensorGroup, vocabulary: int) -> None:
         self._group = group
@@ -65,13 +65,13 @@ class _SlicedLoss(torch.autograd.Function):
 
 
 def head_name(model: PreTrainedModel) -> str | None:
-    """The module that makes logits."""
+    """Name of the module that computes the logits."""
     head = model.get_output_embeddings()
     return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
 
 
 def follows_head(section: Model) -> bool:
-    """Whether logits are the head's output but for what is done to single elements; tried on a small twin."""
+    """Whether logits are the head's output up to element-wise operations; tried on a tiny model."""
     if section.task not in (None, "causal-lm"):
         return False
     try:
@@ -81,7 +81,7 @@ def follows_head(section: Model) -> bool:
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: made.append(output))
         logits = model(input_ids=torch.ones((1, 8), dtype=torch.long), use_cache=False).logits
         return len(made) == 1 and logits.shape == made[0].shape and _reaches(logits.grad_fn, made[0].grad_fn)
-    except Exception:  # a model of another kind: its logits are gathered, which fits all
+    except Exception:  # another kind of model: its logits are gathered, which works for all
         return False
 
 

@@ -1,4 +1,4 @@
-"""A function on a group of warm processes: what preflight, coverage and tests run on."""
+"""Call a function on every rank of a group of warm processes; used by preflight, coverage and tests."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ POLL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that did not return."""
+    """A rank that did not return a result."""
 
     rank: int
     reason: str
-    """The error's message, in a line."""
+    """The error's message, in one line."""
     details: str = ""
     """The traceback."""
     refused: bool = False
-    """Whether the error was meant for a person: something can't be done, and the reason says why."""
+    """Whether the error is a refusal: a `ToolkitError`, whose reason is meant for the user."""
 
 
 def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_seconds: float = 120.0) -> list[Any]:
-    """`function(*args)` on each rank of a new process group: the results by rank, `Failure` where there is none."""
+    """Call `function(*args)` on each rank of a new process group; return results by rank, or `Failure`."""
     context = warm_context()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         port = free_port()
@@ -45,7 +45,7 @@ def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_
         deadline = time.monotonic() + timeout_seconds
         while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-            if any(p.exitcode for p in processes):  # the others would wait for it
+            if any(p.exitcode for p in processes):  # the others would wait for the failed rank
                 deadline = min(deadline, time.monotonic() + 2.0)
         for process in processes:
             if process.is_alive():
@@ -69,7 +69,7 @@ def _result(path: Path, rank: int, timeout_seconds: float) -> Any:
 def _enter(
     directory: str, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """The forked process."""
+    """Entry of the forked process."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -87,7 +87,7 @@ def _enter(
         from toolkit.runtime.distributed import process_group
 
         process_group.join(process_group.World.from_env(os.environ))
-        torch.set_num_threads(1)  # what runs here is tiny: threads would only wait for one another
+        torch.set_num_threads(1)  # models here are tiny: more threads would only wait for each other
         answer = function(*args)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
@@ -96,4 +96,4 @@ def _enter(
     path = Path(directory) / str(rank)
     path.with_suffix(".part").write_bytes(pickle.dumps(answer))
     path.with_suffix(".part").rename(path)
-    os._exit(1 if isinstance(answer, Failure) else 0)  # without waiting for peers that may hang
+    os._exit(1 if isinstance(answer, Failure) else 0)  # at once: a normal exit would wait for peers that may hang

@@ -1,4 +1,4 @@
-"""Who failed, and what a person needs to know about it: from exit codes, last beats, logs and the host."""
+"""Which rank failed and why: from exit codes, last heartbeats, logs and the host's memory."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ import psutil
 from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision import diagnosis
 
 TAIL_LINES = 15
-SPOKEN: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
-"""Ends that the workers have told the person about in one message."""
+REPORTED: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
+"""Errors that the workers have reported to the user themselves."""
 GIB = 2**30
 _NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError")
 
 
 def report(codes: Mapping[int, int | None], beats: dict[int, Beat], run: RunDir, kills_before: int) -> int:
-    """The exit code if the workers have said why; else `RankFailed`, which names the rank."""
+    """The exit code if the workers have reported the reason; otherwise raise `RankFailed`, which names the rank."""
     rank = first_to_fail(codes, beats)
     code = codes.get(rank) or (beats[rank].exit_code if rank in beats else None)
-    if code in {error.exit_code for error in SPOKEN}:
+    if code in {error.exit_code for error in REPORTED}:
         return int(code or 0)
     text = _failure(rank, code, beats.get(rank), run, oom_kills() - kills_before)
     raise OutOfMemory(text) if rank in beats and _NO_MEMORY.search(beats[rank].error) else RankFailed(text)
 
 
 def first_to_fail(codes: Mapping[int, int | None], beats: Mapping[int, Beat]) -> int:
-    """The rank that failed by itself, not because another one had gone."""
+    """The rank that failed on its own, not because it lost another rank."""
     ranks = sorted({*codes, *beats})
     killed = [rank for rank in ranks if (codes.get(rank) or 0) < 0]
-    told = sorted((beats[r].time, r) for r in ranks if r in beats and beats[r].exit_code)
-    causes = [rank for _, rank in told if not beats[rank].lost_others]
+    reported = sorted((beats[r].time, r) for r in ranks if r in beats and beats[r].exit_code)
+    causes = [rank for _, rank in reported if not beats[rank].lost_others]
     vanished = [r for r in ranks if r in beats and beats[r].exit_code is None and not _is_alive(beats[r])]
-    silent = [rank for rank in ranks if codes.get(rank) and rank not in {r for _, r in told}]
-    return next(iter([*killed, *causes, *vanished, *silent, *(rank for _, rank in told), *ranks, 0]))
+    silent = [rank for rank in ranks if codes.get(rank) and rank not in {r for _, r in reported}]
+    return next(iter([*killed, *causes, *vanished, *silent, *(rank for _, rank in reported), *ranks, 0]))
 
 
 def _failure(rank: int, code: int | None, beat: Beat | None, run: RunDir, kills: int) -> str:
@@ -49,7 +48,7 @@ def _failure(rank: int, code: int | None, beat: Beat | None, run: RunDir, kills:
     lines = [f"rank {rank} on {host} {_cause(code, beat)}{step}"]
     if code == -signal.SIGKILL or (beat and beat.exit_code is None):
         memory = psutil.virtual_memory()
-        acted = f"the kernel killed {kills} for lack of memory meanwhile" if kills else "its OOM killer was idle"
+        acted = f"the OOM killer killed {kills} processes meanwhile" if kills else "the OOM killer was not active"
         lines.append(f"memory of the host: {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; {acted}")
     lines.append(f"its log: {run.log(rank)}")
     return "\n".join([*lines, tail(run.log(rank))])
@@ -61,26 +60,26 @@ def _cause(code: int | None, beat: Beat | None) -> str:
     if beat and beat.error:
         return f"failed: {beat.error}"
     if beat and beat.exit_code is None:
-        return "was ended by a signal, or without a word"
+        return "was ended by a signal, or without an error message"
     return f"failed with exit code {code}"
 
 
 def hang_message(
     beats: dict[int, Beat], stopped: list[int], stacks: dict[int, str], run: RunDir, seconds: float
 ) -> str:
-    """Who holds the others up, and in which collective they wait."""
-    waiting = {rank: diagnosis.collective_of(stack) for rank, stack in stacks.items() if stack}
-    guilty = diagnosis.culprits(stopped, waiting, beats)
-    lines = [f"nothing was done for {seconds:.0f} s"]
+    """Which rank hangs, and in which collective the others wait."""
+    waiting = {rank: collective_of(stack) for rank, stack in stacks.items() if stack}
+    guilty = culprits(stopped, waiting, beats)
+    lines = [f"no progress for {seconds:.0f} s"]
     for rank in guilty:
         beat = beats[rank]
         state = "is stopped" if rank in stopped else "hangs"
-        where = waiting.get(rank) or diagnosis.place_of(stacks.get(rank, ""))
+        where = waiting.get(rank) or place_of(stacks.get(rank, ""))
         lines.append(f"rank {rank} on {beat.host} {state} at step {beat.step}, in {where}")
     others = sorted({c for rank, c in waiting.items() if c and rank not in guilty})
     if others:
         lines.append(f"the other ranks wait for it in {', '.join(others)}")
-    lines.append(f"stacks of every rank are in {run.log(0).parent}")
+    lines.append(f"the stacks of all ranks are in {run.log(0).parent}")
     return "\n".join(lines)
 
 
@@ -98,7 +97,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_worker(pid: int) -> bool:
-    """Whether that process is a worker of ours still, and not another that got its number."""
+    """Whether a process is still a worker of ours, and not another one with the same process id."""
     try:
         return "toolkit.worker" in " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
@@ -110,7 +109,7 @@ def _is_alive(beat: Beat) -> bool:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed a process for lack of memory since it started."""
+    """Number of processes that the kernel's OOM killer has killed since boot."""
     try:
         match = re.search(r"^oom_kill (\d+)", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
@@ -119,12 +118,12 @@ def oom_kills() -> int:
 
 
 def log_size(log: Path) -> int:
-    """Bytes of a log so far."""
+    """Size of a log in bytes."""
     return log.stat().st_size if log.exists() else 0
 
 
 def log_since(log: Path, offset: int) -> str:
-    """What was logged after a position."""
+    """The text of a log after an offset."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -149,13 +148,13 @@ _COLLECTIVES = re.compile(
 
 
 def collective_of(stack: str) -> str:
-    """The collective that a dumped stack waits in; empty if it is in none."""
+    """The collective that a dumped stack waits in; empty if none."""
     match = _COLLECTIVES.search(stack)
     return match[1] if match else ""
 
 
 def main_stack(dump: str) -> str:
-    """The part of a dump that is the worker's own thread: the last one that entered through the worker."""
+    """The stack of the worker's main thread in a dump: the last one that entered through the worker."""
     threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", dump)
     own = [thread for thread in threads if "toolkit/worker.py" in thread]
     return own[-1] if own else ""
@@ -168,7 +167,7 @@ def place_of(stack: str) -> str:
 
 
 def culprits(stopped: Iterable[int], waiting: dict[int, str], beats: dict[int, Beat]) -> list[int]:
-    """Which ranks hold the others up: those that are stopped; else those in no collective; else those behind."""
+    """The ranks that cause a hang: stopped ones; else those in no collective; else those with the least progress."""
     found = sorted(stopped)
     if not found:
         found = sorted(rank for rank, collective in waiting.items() if not collective)

@@ -1,4 +1,4 @@
-"""A worker's heartbeat: a thread that writes what the rank is doing, and ends it when that never changes."""
+"""Heartbeat thread: writes progress twice a second; kills the process after the hang timeout."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import BEAT_SECONDS, Beat
 
 SPARE_SECONDS = 5.0
-"""How much longer than `toolkit train` a worker waits before it ends a hang by itself: the supervisor tells more."""
+"""Extra time before a worker ends a hang itself: the supervisor, which can report more, goes first."""
 
 
 class HeartbeatThread:
-    """Where the rank stands; the run moves it, the thread writes it."""
+    """Progress of a rank: the training loop updates it, the thread writes it to a file."""
 
     def __init__(self, directory: Path, rank: int, terminal: IO[str], parent: int | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -35,18 +35,18 @@ class HeartbeatThread:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Write from now on; on SIGUSR2, dump the stacks of all threads to standard error, which is the log."""
+        """Start writing. On SIGUSR2, dump the stacks of all threads to standard error, which is the log."""
         faulthandler.register(signal.SIGUSR2, file=sys.stderr, all_threads=True)
         heartbeat.write(self._directory, self._beat)
         self._thread.start()
 
     def watch(self, timeout_seconds: float) -> None:
-        """Training begins: after the first step, which fills caches, nothing done for so long is a hang."""
+        """Start of training: after the first step, which fills caches, no progress for this long is a hang."""
         self._wanted = timeout_seconds
         self.move(phase="first step")
 
     def move(self, *, step: int | None = None, phase: str | None = None) -> None:
-        """Something was done."""
+        """Record progress."""
         if step is not None:
             self._timeout = self._wanted
         beat = self._beat
@@ -58,7 +58,7 @@ class HeartbeatThread:
         )
 
     def end(self, code: int, error: str) -> None:
-        """The rank ends by itself, and this is why."""
+        """Record the normal end of the rank: exit code and error message."""
         self._done.set()
         self._thread.join()
         with contextlib.suppress(OSError):
@@ -68,34 +68,36 @@ class HeartbeatThread:
         seen, since = self._beat.progress, time.monotonic()
         while not self._done.wait(BEAT_SECONDS):
             beat = replace(self._beat, time=time.time())
-            with contextlib.suppress(OSError):  # a full disk must not end the rank: saves report it
+            with contextlib.suppress(OSError):  # a full disk must not end the rank; a failing save reports it
                 heartbeat.write(self._directory, beat)
             if beat.progress != seen:
                 seen, since = beat.progress, time.monotonic()
             idle = time.monotonic() - since
             if idle > self._timeout + SPARE_SECONDS or (idle > self._wanted + SPARE_SECONDS and self._one_is_silent()):
-                self._give_up(f"nothing was done for {idle:.0f} s")
+                self._give_up(f"no progress for {idle:.0f} s")
             if self._parent is not None and os.getppid() != self._parent:
                 self._give_up("the process that started it is gone")
 
     def _one_is_silent(self) -> bool:
-        """In the first step, which may take long: whether another rank has not even beaten for the whole timeout."""
+        """During the first step, which may be slow: whether another rank has had no heartbeat for the full timeout."""
         if time.monotonic() - self._looked < SPARE_SECONDS:
             return False
         self._looked = time.monotonic()
         return any(age > self._wanted for _, age in self._silent_beats())
 
     def _silent_beats(self) -> list[tuple[Beat, float]]:
-        """Ranks that run but do not beat, and for how many seconds."""
+        """(last heartbeat, seconds since then) of ranks that have not ended but have no recent heartbeat."""
         ages = ((beat, time.time() - beat.time) for beat in heartbeat.read_all(self._directory).values())
         return [(beat, age) for beat, age in ages if age > 4 * BEAT_SECONDS and beat.exit_code is None]
 
     def _give_up(self, why: str) -> None:
-        """End a rank that can't end by itself: its main thread may never return."""
+        """End the process from this thread: the main thread may never return."""
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        silent = [f"rank {beat.rank} on {beat.host} (silent for {age:.0f} s)" for beat, age in self._silent_beats()]
+        silent = [
+            f"rank {beat.rank} on {beat.host} (no heartbeat for {age:.0f} s)" for beat, age in self._silent_beats()
+        ]
         text = f"rank {self._beat.rank} on {self._beat.host} ends at step {self._beat.step}: {why}"
-        with contextlib.suppress(OSError):  # who read the terminal may be gone, too, or the disk be full
+        with contextlib.suppress(OSError):  # the terminal may be closed, or the disk full
             heartbeat.write(self._directory, heartbeat.ended(self._beat, RankFailed.exit_code, why, time.time()))
             print(text + (f"; {', '.join(silent)}" if silent else ""), file=self._terminal, flush=True)
         os._exit(RankFailed.exit_code)

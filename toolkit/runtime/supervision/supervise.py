@@ -1,4 +1,4 @@
-"""Starting worker processes and watching them: when one fails or hangs, the rest end, and the message names it."""
+"""Start worker processes and watch them: if one fails or hangs, end the others and name it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision import diagnosis
 
 GRACE_SECONDS = 1.5
-"""Time that workers have to end by themselves after one of them failed: enough to write why."""
+"""Time for the other workers to end on their own after one failed, so that they can report why."""
 STARTUP_SECONDS = 3600.0
-"""Time without progress before the first step ends (loading a model, joining, filling caches) that is a hang."""
+"""No progress for this long before the end of the first step (loading, rendezvous, filling caches) is a hang."""
 POLL_SECONDS = 0.05
 DUMP_SECONDS = 1.0
-"""Time for the stacks to reach the logs, at most."""
+"""Maximum time for stack dumps to reach the logs."""
 
 
 class Process(Protocol):
@@ -34,20 +34,20 @@ class Process(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Exit code, negative for a signal; None while it runs."""
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
 
     def wait(self) -> Any:
-        """Until it has ended."""
+        """Wait until the process has ended."""
 
 
 def spawn(command: Command) -> Process:
-    """A fresh process in a session of its own, so that signals of the terminal do not reach it."""
+    """Start a process in its own session, so that signals of the terminal do not reach it."""
     env = environment(command.env)
     if command.rank is not None:
         env[PARENT] = str(os.getpid())
@@ -62,9 +62,9 @@ def run_all(
     *,
     forget: bool = True,
 ) -> int:
-    """Start every command and wait; 0, or the exit code of the contract. Nothing that was started stays behind.
+    """Start every command and wait; return 0 or a documented exit code. No started process survives this call.
 
-    With `forget` earlier beats are removed; several hosts that run one job must keep each other's.
+    `forget` removes earlier heartbeats; hosts that run one job together must keep each other's.
     """
     if forget:
         shutil.rmtree(run.heartbeats, ignore_errors=True)
@@ -76,7 +76,7 @@ def run_all(
             failed = _wait(processes, run, hang_timeout_seconds)
         if not failed:
             return 0
-        _await(processes, GRACE_SECONDS)  # the fault often meets all: let each say it
+        _await(processes, GRACE_SECONDS)  # an error often hits all ranks: let each report it
         codes = {c.rank: p.poll() for c, p in zip(commands, processes, strict=True) if c.rank is not None}
         return diagnosis.report(codes, heartbeat.read_all(run.heartbeats), run, kills)
     finally:
@@ -84,20 +84,20 @@ def run_all(
 
 
 class OwnWorkers:
-    """The ranks that `commands` are, or have started: on one host there may be others of the same run."""
+    """The ranks that `commands` have started; the host may run other ranks of the same run."""
 
     def __init__(self, commands: Sequence[Command], run: RunDir) -> None:
         self._ranks = {command.rank for command in commands}
         self._run = run
 
     def beats(self) -> list[Beat]:
-        """Of those that have not ended by themselves."""
+        """Last heartbeats of ranks that have not ended on their own."""
         beats = [beat for beat in heartbeat.read_all(self._run.heartbeats).values() if beat.exit_code is None]
         return [beat for beat in beats if diagnosis.is_here(beat) and (None in self._ranks or beat.rank in self._ranks)]
 
 
 def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
-    """Until all have ended well (False) or one has failed (True); a hang raises `RankFailed`."""
+    """Wait until all have succeeded (False) or one has failed (True); a hang raises `RankFailed`."""
     watch, looked = Watch(timeout), 0.0
     while True:
         codes = [process.poll() for process in processes]
@@ -114,7 +114,7 @@ def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
 
 
 class Watch:
-    """Tells a hang from the beats of all ranks: nobody gets anything done, or one rank does not even beat."""
+    """Detects a hang from the heartbeats of all ranks: no progress anywhere, or no heartbeat of one rank."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.beats: dict[int, Beat] = {}
@@ -123,7 +123,7 @@ class Watch:
         self._beat_at: dict[int, float] = {}
 
     def look(self, now: dict[int, Beat], clock: float) -> float:
-        """Seconds that a hang has lasted; 0: there is none."""
+        """Duration of a hang in seconds; 0 if there is none."""
         if self._moved_at is None or heartbeat.moved(self.beats, now):
             self._moved_at = clock
         for rank, beat in now.items():
@@ -132,7 +132,7 @@ class Watch:
         self.beats = now
         silent = [clock - at for rank, at in self._beat_at.items() if rank in now and now[rank].exit_code is None]
         idle = clock - self._moved_at
-        # Loading, joining and the first step may take long, but a process that lives beats all the while.
+        # Loading, rendezvous and the first step may be slow, but a live process has heartbeats throughout.
         training = bool(now) and all(beat.phase not in ("starting", "first step") for beat in now.values())
         if idle > (self._timeout if training else max(self._timeout, STARTUP_SECONDS)):
             return idle
@@ -140,36 +140,36 @@ class Watch:
 
 
 def _hang(beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
-    """Dump every rank's stacks into its log, and name the one that holds the others up."""
+    """Dump the stacks of every rank into its log; return a message that names the rank that hangs."""
     here = {rank: beat for rank, beat in beats.items() if diagnosis.is_here(beat)}
     stopped = [rank for rank, beat in here.items() if diagnosis.is_stopped(beat.pid)]
     offsets = {rank: diagnosis.log_size(run.log(rank)) for rank in here}
     for rank, beat in here.items():
         _send(beat.pid, signal.SIGUSR2)
         if rank in stopped:
-            _send(beat.pid, signal.SIGCONT)  # a stopped process dumps only when it runs again
+            _send(beat.pid, signal.SIGCONT)  # a stopped process dumps its stacks only when it continues
     deadline = time.monotonic() + DUMP_SECONDS
     while time.monotonic() < deadline and not all(_stack(run, rank, offsets[rank]) for rank in here):
         time.sleep(POLL_SECONDS)
-    time.sleep(POLL_SECONDS)  # for the last lines of the last one
+    time.sleep(POLL_SECONDS)  # time for the last lines of the last dump
     stacks = {rank: _stack(run, rank, offsets[rank]) for rank in here}
     return diagnosis.hang_message(beats, stopped, stacks, run, seconds)
 
 
 def _stack(run: RunDir, rank: int, offset: int) -> str:
-    """What a rank's own thread has dumped into its log."""
+    """The main thread's stack that a rank has dumped into its log."""
     return diagnosis.main_stack(diagnosis.log_since(run.log(rank), offset))
 
 
 def _forward(processes: Sequence[Process], own: OwnWorkers, number: signal.Signals) -> None:
-    """To the workers themselves, so that they save; launchers would rather kill them."""
+    """Forward a signal to the workers, so that they save; a launcher would kill them instead."""
     if not send_to_workers(own.beats(), number):
         for process in processes:
             _send(process.pid, number)
 
 
 def send_to_workers(beats: Iterable[Beat], number: signal.Signals) -> bool:
-    """A signal to the workers of these beats; whether there are any."""
+    """Send a signal to the workers of these heartbeats; return whether there are any."""
     pids = {beat.pid for beat in beats}
     for pid in pids:
         _send(pid, number)
@@ -177,7 +177,7 @@ def send_to_workers(beats: Iterable[Beat], number: signal.Signals) -> bool:
 
 
 def end_all(processes: Sequence[Process], own: OwnWorkers) -> None:
-    """No worker, and no child of one, stays behind. Checkpoints are safe against this, so nothing is waited for."""
+    """Kill all workers and their children at once; checkpoints survive a kill at any moment."""
     beats = own.beats()
     for process in processes:
         _send(-process.pid, signal.SIGKILL)
@@ -185,7 +185,7 @@ def end_all(processes: Sequence[Process], own: OwnWorkers) -> None:
             process.kill()
     for beat in beats:
         if diagnosis.is_worker(beat.pid):
-            _send(beat.pid, signal.SIGKILL)  # a launcher may have put it into a session of its own
+            _send(beat.pid, signal.SIGKILL)  # a launcher may have put it into another session
     for process in processes:
         process.wait()
 
@@ -197,7 +197,7 @@ def _await(processes: Sequence[Process], seconds: float) -> None:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    """To a process, or with a negative id to its group."""
+    """Send a signal to a process, or to a process group if the id is negative."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):

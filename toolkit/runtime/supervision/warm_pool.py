@@ -1,7 +1,7 @@
 """Warm workers: forked from a server that has torch, DeepSpeed and transformers imported.
 
-A run of two workers starts in a tenth of a second instead of six. For CPU runs only: a process must not be
-forked after an accelerator was touched.
+Two workers start in 0.1 s instead of 6 s. For CPU runs only: torch 2.13 can't use CUDA in a process that was forked
+after CUDA was initialised.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ GRACE_SECONDS = 5.0
 
 
 Enter = Callable[[tuple[str, ...], dict[str, str]], None]
-"""What a forked process does with a command's argv and environment."""
+"""Entry of a forked process, called with a command's argv and environment."""
 
 
 def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[int]:
-    """Run worker commands in forked processes; their exit codes. When one fails, the rest are ended."""
+    """Run worker commands in forked processes; return their exit codes. If one fails, the others are ended."""
     context = warm_context()
     target = enter or enter_worker
     processes = [context.Process(target=target, args=(command.argv, dict(command.env))) for command in commands]
@@ -49,39 +49,39 @@ def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[in
 
 @dataclass(frozen=True)
 class WarmProcess:
-    """A forked worker, as `toolkit.runtime.supervision.supervise` watches it."""
+    """A forked worker as a `supervise.Process`."""
 
     process: ForkServerProcess
 
     @classmethod
     def start(cls, command: Command, enter: Enter | None = None) -> WarmProcess:
-        """Fork it."""
+        """Fork a worker."""
         process = warm_context().Process(target=enter or enter_worker, args=(command.argv, dict(command.env)))
         process.start()
         return cls(process)
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         assert self.process.pid is not None
         return self.process.pid
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Exit code; None while it runs."""
         return self.process.exitcode
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         self.process.kill()
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         self.process.join()
 
 
 @functools.cache
 def warm_context() -> ForkServerContext:
-    """Processes forked from a server that has the slow imports behind it."""
+    """Context that forks processes from a server with the slow imports done."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.preload"])
@@ -95,8 +95,8 @@ def _await(processes: Sequence[ForkServerProcess]) -> None:
 
 
 def enter_worker(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """The forked process: as if `argv` had been started with `env`."""
-    # A process entry, as `python -m` is: imported by name, since supervision lies below the worker in the layers.
+    """Entry of a forked process: run the worker as if `argv` had been started with `env`."""
+    # Imported by name, like `python -m` does: supervision is below the worker in the package order.
     worker = importlib.import_module(WORKER)
     os.environ.update(env)
     position = argv.index(WORKER)
