@@ -6,9 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-GB = 10**9
-GIB = 2**30
-TERA = 10**12
+from toolkit.units import GB, GIB, TERA
 
 
 @dataclass(frozen=True, kw_only=True)

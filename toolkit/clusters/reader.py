@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.devices import DEVICES, GB, GIB, Device, find_device, nearest_names
+from toolkit.clusters.devices import DEVICES, Device, find_device, nearest_names
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.schema import build
 from toolkit.recipe.sections import ClusterSection
 from toolkit.recipe.yaml_file import read_yaml
 from toolkit.resources import CONFIGS
-
-GBIT = 10**9 / 8
+from toolkit.units import GB, GBIT, GIB, TERA
 
 
 def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Cluster:
@@ -80,8 +79,8 @@ def _measured(section: ClusterSection, device: Device) -> Device:
     if section.memory_gib:
         changes["memory_bytes"] = int(section.memory_gib * GIB)
     if section.matmul_tflops:
-        changes["matmul_flops"] = section.matmul_tflops * 1e12
-        changes["peak_flops"] = max(device.peak_flops, section.matmul_tflops * 1e12)
+        changes["matmul_flops"] = section.matmul_tflops * TERA
+        changes["peak_flops"] = max(device.peak_flops, section.matmul_tflops * TERA)
     if section.memory_gb_per_second:
         changes["memory_bytes_per_second"] = section.memory_gb_per_second * GB
     return replace(device, **changes)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from toolkit.clusters.devices import find_device
+from toolkit.units import GB, GIB, KIB, MIB, TERA
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,15 @@ class Calibration:
     """NCCL. Time constant by which a collective comes up to full bandwidth as messages grow."""
     fragmentation: float = 0.14
     """Memory. Share of what the allocator reserves beyond live tensors."""
-    context_bytes: float = 1.4 * 2**30
+    context_bytes: float = 1.4 * GIB
     """Memory. Device context, libraries and workspaces of one process."""
-    collective_bytes: float = 0.9 * 2**30
+    collective_bytes: float = 0.9 * GIB
     """Memory. Buffers of the collectives library, if there is more than one device."""
 
 
 CALIBRATION = Calibration()
 CONSTANTS = tuple(f.name for f in fields(Calibration))
 """Names of all fitted constants; a test holds their number at 20 or less."""
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +78,7 @@ def fit_links(all_reduce: Mapping[int, float], ranks: int) -> Links:
     wire = 2.0 * (ranks - 1) / ranks
     ramp = CALIBRATION.ramp_seconds * wire
     rate = wire * largest / max(moving - ramp, 0.1 * moving)
-    return Links(gb_per_second=rate / CALIBRATION.intra / 1e9, latency_us=latency * 1e6)
+    return Links(gb_per_second=rate / CALIBRATION.intra / GB, latency_us=latency * 1e6)
 
 
 def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
@@ -90,7 +88,7 @@ def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
     moving = max(all_reduce[largest] - all_reduce[smallest], 1e-9)
     wire = 2.0 * (nodes - 1) / nodes
     rate = wire * largest / max(moving - CALIBRATION.ramp_seconds * wire, 0.1 * moving)
-    return Links(gb_per_second=rate / CALIBRATION.inter / 1e9, latency_us=latency * 1e6)
+    return Links(gb_per_second=rate / CALIBRATION.inter / GB, latency_us=latency * 1e6)
 
 
 def cluster_yaml(
@@ -106,8 +104,8 @@ def cluster_yaml(
         shown = ", ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in sorted(times.items()))
         lines.append(f"# {name}: {shown}")
     lines += [f"device: {kind}", f"nodes: {nodes}", f"devices_per_node: {processes}"]
-    lines.append(f"matmul_tflops: {matmul_flops / 1e12:.4g}")
-    lines.append(f"memory_gb_per_second: {memory_bytes_per_second / 1e9:.4g}")
+    lines.append(f"matmul_tflops: {matmul_flops / TERA:.4g}")
+    lines.append(f"memory_gb_per_second: {memory_bytes_per_second / GB:.4g}")
     lines.append(f"memory_gib: {(memory_bytes or host_bytes / processes) / GIB:.4g}")
     lines.append(f"host_memory_gib: {host_bytes / GIB:.4g}")
     if "all_reduce" in collectives and processes > 1:
@@ -127,4 +125,4 @@ def _kind(name: str) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count // 2**20} MiB" if count >= 2**20 else f"{count // 2**10} KiB"
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"

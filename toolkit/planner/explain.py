@@ -11,8 +11,8 @@ from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import scaled_lr
 from toolkit.recipe.sections import Train
+from toolkit.units import GIB
 
-GIB = 2**30
 NOTABLE = 0.12
 """A part of the step below this share is not worth a word."""
 WAITS = {

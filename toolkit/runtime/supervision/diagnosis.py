@@ -15,11 +15,11 @@ from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Pre
 from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision import diagnosis
+from toolkit.units import GIB
 
 TAIL_LINES = 15
 SPOKEN: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
 """Ends that the workers have told the person about in one message."""
-GIB = 2**30
 _NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError")
 
 
