@@ -8,8 +8,9 @@ the errors, also leaving one source out. What is measured elsewhere or follows f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from toolkit.clusters.devices import find_device
 from toolkit.units import GB, GIB, KIB, MIB, TERA
@@ -91,32 +92,77 @@ def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
     return Links(gb_per_second=rate / CALIBRATION.inter / GB, latency_us=latency * 1e6)
 
 
-def cluster_yaml(
-    *, device: str, backend: str, processes: int, memory_bytes: int, host_bytes: int, matmul_flops: float,
-    memory_bytes_per_second: float, collectives: Mapping[str, Mapping[int, float]], nodes: int = 1,
-    between: Mapping[int, float] | None = None,
-) -> str:  # fmt: skip
-    """A cluster file; timings by size stand in comments."""
-    kind = "cpu" if backend == "cpu" else _kind(device)
-    lines = [f"# Measured by `toolkit probe` on {processes} process{'es' if processes > 1 else ''}: {device}."]
-    named = {**collectives, **({"all_reduce between nodes": between} if between else {})}
-    for name, times in named.items():
-        shown = ", ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in sorted(times.items()))
-        lines.append(f"# {name}: {shown}")
-    lines += [f"device: {kind}", f"nodes: {nodes}", f"devices_per_node: {processes}"]
-    lines.append(f"matmul_tflops: {matmul_flops / TERA:.4g}")
-    lines.append(f"memory_gb_per_second: {memory_bytes_per_second / GB:.4g}")
-    lines.append(f"memory_gib: {(memory_bytes or host_bytes / processes) / GIB:.4g}")
-    lines.append(f"host_memory_gib: {host_bytes / GIB:.4g}")
-    if "all_reduce" in collectives and processes > 1:
-        links = fit_links(collectives["all_reduce"], processes)
+class Measurements(Protocol):
+    """What `toolkit probe` measured on one machine, or on all nodes of a job."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device as the driver reports it."""
+
+    @property
+    def backend(self) -> str:
+        """`cuda`, `rocm` or `cpu`."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+
+    @property
+    def processes(self) -> int:
+        """Processes on each node, one per device."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device; 0 on a CPU, where processes share the host's memory."""
+
+    @property
+    def matmul_flops(self) -> float:
+        """Sustained matmul FLOPs per second of one device."""
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Bandwidth of one device's memory."""
+
+    @property
+    def collectives(self) -> Mapping[str, Mapping[int, float]]:
+        """Seconds of each collective inside a node, by message size in bytes."""
+
+    @property
+    def between(self) -> Mapping[int, float]:
+        """Seconds of an all-reduce across nodes, by message size in bytes; empty on one node."""
+
+
+def cluster_yaml(found: Measurements, *, host_bytes: int) -> str:
+    """A cluster file with the measured rates; comments list the timings by message size."""
+    lines = [*_timing_comments(found), *_device_lines(found, host_bytes)]
+    if "all_reduce" in found.collectives and found.processes > 1:
+        links = fit_links(found.collectives["all_reduce"], found.processes)
         lines.append(f"intra_gb_per_second: {links.gb_per_second:.4g}")
         lines.append(f"latency_us: {links.latency_us:.4g}")
-    if between:
-        links = fit_network(between, nodes)
+    if found.between:
+        links = fit_network(found.between, found.nodes)
         lines.append(f"inter_gbps_per_device: {8 * links.gb_per_second:.4g}")
         lines.append(f"inter_latency_us: {links.latency_us:.4g}")
     return "\n".join(lines) + "\n"
+
+
+def _timing_comments(found: Measurements) -> Iterator[str]:
+    plural = "es" if found.processes > 1 else ""
+    yield f"# Measured by `toolkit probe` on {found.processes} process{plural}: {found.device}."
+    named = {**found.collectives, **({"all_reduce between nodes": found.between} if found.between else {})}
+    for name, times in named.items():
+        shown = ", ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in sorted(times.items()))
+        yield f"# {name}: {shown}"
+
+
+def _device_lines(found: Measurements, host_bytes: int) -> Iterator[str]:
+    yield f"device: {'cpu' if found.backend == 'cpu' else _kind(found.device)}"
+    yield f"nodes: {found.nodes}"
+    yield f"devices_per_node: {found.processes}"
+    yield f"matmul_tflops: {found.matmul_flops / TERA:.4g}"
+    yield f"memory_gb_per_second: {found.memory_bytes_per_second / GB:.4g}"
+    yield f"memory_gib: {(found.memory_bytes or host_bytes / found.processes) / GIB:.4g}"
+    yield f"host_memory_gib: {host_bytes / GIB:.4g}"
 
 
 def _kind(name: str) -> str:
