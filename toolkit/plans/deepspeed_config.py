@@ -48,8 +48,14 @@ def deepspeed_config(
 
 
 def bucket_elements(params: float, parts: int, asked: int | None = None) -> int:
-    """A reduction bucket: one rank's share of the parameters at most, since DeepSpeed allocates it whole."""
-    return min(asked or BUCKET_ELEMENTS, math.ceil(params / parts))
+    """Elements of a reduction bucket: at most one rank's share of the parameters, as DeepSpeed allocates it in full.
+
+    Rounded up to an even number: DeepSpeed 0.19.8 asserts in stage_1_and_2.py that `allgather_bucket_size` is a
+    multiple of `nccl_start_alignment_factor`, which is 2, and ZeRO 1 or 2 of a model with an odd share fails to start.
+    The rounding can go when that assertion has gone.
+    """
+    elements = min(asked or BUCKET_ELEMENTS, math.ceil(params / parts))
+    return elements + elements % 2
 
 
 def _reduction(section: Reduce) -> dict[str, Any]:
