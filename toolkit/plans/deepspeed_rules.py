@@ -243,11 +243,13 @@ REFERENCE_VERSION: Version = (0, 19, 8)
 """What is assumed where DeepSpeed is not installed (a laptop that only plans)."""
 
 
+UNKEEPABLE = "AutoTP does not report which slice of a parameter a rank holds, so checkpoints can't be written"
+"""Why a plan with AutoTP can't be saved."""
+
+
 def unkeepable(plan: Plan) -> str:
     """Why checkpoints of a plan can't be written; empty if they can."""
-    if plan.tensor_by == "autotp":
-        return "AutoTP does not tell which slice of a parameter a rank holds, so our checkpoints can't be written"
-    return ""
+    return UNKEEPABLE if plan.tensor_by == "autotp" else ""
 
 
 def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
@@ -259,8 +261,8 @@ def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
     return None
 
 
-def job_faults(job: Job, version: Version | None = None) -> list[Problem]:
-    """What no plan could run."""
+def job_problems(job: Job, version: Version | None = None) -> list[Problem]:
+    """Recipe keys that this DeepSpeed can run under no plan."""
     version, any_plan = version or deepspeed_version(), Plan(strategy="any", precision=job.workload.precision)
     found = [rule for rule in RULES if rule.key and _applies(rule, version)]
     return [Problem(rule.key, rule.reason) for rule in found if rule.forbids(any_plan, job)]

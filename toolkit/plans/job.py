@@ -7,8 +7,8 @@ from typing import Any
 
 from toolkit.clusters.reader import read_cluster
 from toolkit.errors import BadInput, Problem
-from toolkit.models.spec import ModelSpec, load_model_config
-from toolkit.plans.deepspeed_rules import job_faults
+from toolkit.models.spec import load_model_config
+from toolkit.plans.deepspeed_rules import job_problems
 from toolkit.plans.plan import Job, Workload
 from toolkit.plans.task_spec import image_tokens, task_spec
 from toolkit.recipe.batch_sections import Outer
@@ -37,7 +37,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_faults(job), *_unheeded(config), *job_faults(job)]
+    problems = [*_faults(job), *_unheeded(config), *job_problems(job)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -52,11 +52,6 @@ def _exchange(outer: Outer) -> dict[str, Any]:
         "exchange_delay_steps": outer.delay_steps,
         "exchange_states": sum(states),
     }
-
-
-def read_model(section: Model) -> ModelSpec:
-    """The spec of the recipe's model."""
-    return task_spec(raw_config(section), section)
 
 
 def raw_config(section: Model) -> Mapping[str, Any]:
