@@ -97,7 +97,7 @@ def test_overrides_are_yaml_and_make_sections() -> None:
         ("just words", "a recipe is a mapping"),
         ("model: {path: x", "not usable as YAML: line"),
         ("model: !!python/object/apply:os.system ['touch /tmp/pwned']", "not usable as YAML"),
-        ("model: {path: x}\nmodel: {path: y}", "'model' stands twice"),
+        ("model: {path: x}\nmodel: {path: y}", "duplicate key 'model'"),
         ("\x00\x01", "not usable as YAML"),
         ("a: &a [x]\nb: [" + "*a, " * 200 + "]", "aliases"),
         ("[" * 3000, "not usable as YAML"),

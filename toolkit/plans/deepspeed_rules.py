@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
-        reason="onebit_adam averages compressed momentum between whole replicas; use data_parallel (ZeRO 0)",
+        reason="onebit_adam averages compressed momentum between full replicas; use data_parallel (ZeRO 0)",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and job.workload.precision == "fp16",
