@@ -1,4 +1,4 @@
-"""Accelerator kinds: what one device can do. One row a kind; nothing here is fitted."""
+"""Device kinds: memory, rates and links of one device. One row per kind; no number here is fitted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolkit.units import GB, GIB, TERA
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator (or, without one, one process's share of the CPU)."""
+    """One accelerator, or one process's share of the CPU."""
 
     name: str
     """Name as in recipes and cluster files, e.g. `H100-SXM5-80GB`."""
@@ -26,21 +26,21 @@ class Device:
     memory_bytes_per_second: float
     """Bandwidth of the device's own memory."""
     link_bytes_per_second: float
-    """To other devices of the same node, one direction."""
+    """Bandwidth to other devices of the same node, in one direction."""
     host_bytes_per_second: float
-    """To the host's memory, one direction."""
+    """Bandwidth to host memory, in one direction."""
     inter_gbps: float = 100.0
-    """Network to other nodes that usually comes with this kind, gigabit a second and device."""
+    """Usual network bandwidth to other nodes per device of this kind, Gbit/s."""
     fp8_matmul_flops: float = 0.0
     """Best sustained fp8 matmul rate; 0: no fp8."""
     multiprocessors: int = 108
     """Units that a matmul's tiles are spread over."""
     watts: float = 0.0
-    """Power limit; 0: not known, so the sustained rate is taken as measured."""
+    """Power limit; 0: unknown, so the measured rate is used as it is."""
     in_switch_reduction: bool = False
-    """Whether the switch between the devices of a node adds up in flight (NVLS)."""
+    """Whether the switch inside a node performs reductions (NVLS)."""
     link_domain: int = 8
-    """Devices that the fast links reach: a node, or a rack (NVL72)."""
+    """Number of devices connected by the fast links: a node, or a rack (NVL72)."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,11 @@ class _DataSheet:
         )
 
 
-# name, peak, best measured matmul (TFLOP/s), memory GiB, TB/s, GB/s to peers, GB/s to host, Gbit/s to other nodes, fp8.
+# Columns: name, peak and best measured matmul (TFLOP/s), memory (GiB), memory bandwidth (TB/s), links to peers (GB/s),
+# link to the host (GB/s), network (Gbit/s), best measured fp8 matmul (TFLOP/s).
 # Sources: vendors' data sheets (peaks, memory, links, watts, multiprocessors); stas00/ml-engineering (measured matmul
-# rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak stands in. AMD's
-# measured rates are far below their peaks because of power already: no watts, so that it is not counted twice.
+# rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak is used. AMD's measured
+# rates already include the effect of the power limit, so these rows give no watts: it would count twice.
 DEVICES: dict[str, Device] = {
     row.name: row.device()
     for row in (
@@ -116,7 +117,7 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str, *, memory_gb: float | None = None, hint: str = "") -> Device | None:
-    """The kind that a name means, of several the one with the nearest memory; None if no kind is near."""
+    """The device kind that a name refers to, the one with the closest memory if several match; None if none does."""
     if name in DEVICES:
         return DEVICES[name]
     kinds = [device for device in DEVICES.values() if _stem(device.name) in _words(name)]
@@ -129,7 +130,7 @@ def find_device(name: str, *, memory_gb: float | None = None, hint: str = "") ->
 
 
 def nearest_names(name: str, count: int = 3) -> list[str]:
-    """Kinds whose names look like the given one."""
+    """Device kinds with similar names."""
     lowered = {kind.lower(): kind for kind in DEVICES}
     close = difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.3)
     return [lowered[kind] for kind in close] or list(DEVICES)

@@ -1,4 +1,4 @@
-"""The planner's view of models that are no causal language models: classifiers, vision, encoder-decoders. Pure."""
+"""Model specs for tasks other than causal language modelling: classifiers, vision models, encoder-decoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.models.spec import ModelSpec, read_model_config
 from toolkit.recipe.sections import Model
 
 DEFAULT_LABELS = 2
-"""Of a Hugging Face config that names no classes."""
+"""Number of classes of a Hugging Face config that names none."""
 VIT = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
     "image_size": 224, "patch_size": 16, "num_channels": 3,
@@ -24,11 +24,11 @@ BART = {
 }  # fmt: skip
 T5_BUCKETS = 32
 Reader = Callable[[Mapping[str, Any], int], ModelSpec]
-"""From a config and a number of classes."""
+"""Reads a config and a number of classes into a spec."""
 
 
 def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
-    """The shape of the recipe's model with the head that its task gives it."""
+    """The spec of the recipe's model with the head of its task."""
     if section.task == "classification":
         return _classifier(read_model_config(config), num_labels(config, section))
     if section.task == "image-classification":
@@ -39,13 +39,13 @@ def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
 
 
 def num_labels(config: Mapping[str, Any], section: Model) -> int:
-    """Classes of the head."""
+    """Number of classes of the head."""
     named = config.get("id2label")
     return int(section.num_labels or config.get("num_labels") or len(named or ()) or DEFAULT_LABELS)
 
 
 def image_tokens(config: Mapping[str, Any]) -> int:
-    """Patches that the model cuts an image into, and the token that stands for all."""
+    """Tokens per image: its patches and the class token."""
     sizes = _sizes(config, VIT)
     return (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
 

@@ -115,7 +115,7 @@ class Train:
     epochs: float | None = number(None, above=0)
     """Passes over the data; or set `steps`."""
     optimizer: OptimizerName = "adamw"
-    """Update rule. `lamb` and `lars` scale each layer's update by its norms; the momentum of `lars` is the first beta."""
+    """Update rule. `lamb` and `lars` scale each layer's update by its norms; `lars` takes its momentum from `betas`."""
     freeze_steps: int | None = number(None, least=1)
     """Steps before `onebit_adam` compresses (required by it); best longer than the learning-rate warm-up."""
     lr: float = number(3e-4, above=0)
