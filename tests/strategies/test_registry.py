@@ -82,7 +82,7 @@ def test_fixed_axes_are_kept() -> None:
         ({"zero_stage": 2, "offload": "nvme"}, "NVMe under ZeRO 3 only"),
         ({"zero_stage": 3, "zero_variant": "mics", "zero_group": 4}, "removed in DeepSpeed 0.19.7"),
         ({"zero_stage": 2, "zero_group": 4}, "zero_variant hpz"),
-        ({"zero_stage": 2, "zero_quantized": "weights"}, "part of ZeRO 3"),
+        ({"zero_stage": 2, "zero_quantized": "weights"}, "needs ZeRO 3"),
         ({"recompute": "selective"}, "offers none, full"),
         ({"islands": 2}, "synchronises every step"),
         ({"grad_accum": 3}, "does not make the global batch"),

@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
-        reason="expert parallel is offered with ZeRO 0 to 2: experts and other weights are sharded over different groups",
+        reason="expert parallel is offered with ZeRO 0 to 2: experts and other weights have different sharding groups",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.recompute == "selective",
-        reason="Hugging Face recomputes complete layers; use recompute: full (sdpa and flash attention store no scores)",
+        reason="Hugging Face recomputes full layers; use recompute: full (sdpa and flash attention store no scores)",
     ),
     Rule(
         forbids=lambda plan, job: plan.precision == "fp16" and job.cluster.device.backend == "cpu",
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
-        reason="train.batch_ramp.start must be a multiple of micro_batch × dp; use a smaller micro_batch or larger start",
+        reason="train.batch_ramp.start must be a multiple of micro_batch × dp; use a smaller micro_batch",
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_stage > 0 and _divides(job.workload.reduce),
@@ -206,8 +206,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
-        reason="lamb and lars scale updates by the norms of complete layers, but tensor, pipeline and expert ranks hold "
-        "only parts; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+        reason="lamb and lars scale updates by the norms of complete layers, but tensor, pipeline and expert ranks "
+        "hold only parts; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and job.workload.precision == "fp16",
-        reason="onebit_adam carries compression errors over steps, which a changing loss scale would corrupt; use precision bf16 or fp32",
+        reason="onebit_adam keeps compression errors, which a changing loss scale corrupts; use precision bf16 or fp32",
         key="model.precision",
     ),
     Rule(

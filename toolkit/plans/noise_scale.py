@@ -25,7 +25,7 @@ class NoiseScale:
     _weight: float = 0.0
 
     def add(self, small_square: float, small_batch: float, large_square: float, large_batch: float) -> None:
-        """Add one step: the mean square norm of gradients over `small_batch` sequences, and of those over `large_batch`."""
+        """Add one step: the mean square norms of gradients over `small_batch` and over `large_batch` sequences."""
         signal = (large_batch * large_square - small_batch * small_square) / (large_batch - small_batch)
         noise = (small_square - large_square) / (1 / small_batch - 1 / large_batch)
         self._signal = self.decay * self._signal + (1 - self.decay) * signal
