@@ -49,7 +49,7 @@ def probe(nproc: int, path: Path) -> None:
 
     found = measure(nproc, lambda what, done, total: print(f"\rprobe {done}/{total} {what:30s}", end="", flush=True))
     print()
-    path.write_text(cluster_yaml(host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), **vars(found)))
+    path.write_text(cluster_yaml(found, host_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
 
 
 def every_plan(recipe: Recipe) -> tuple[Resolved, Decision]:

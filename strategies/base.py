@@ -11,7 +11,10 @@ from toolkit.plans import deepspeed_rules
 from toolkit.plans.pipeline_bounds import pipeline_bounds
 from toolkit.plans.plan import Job, Plan, Refusal
 
+__all__ = ["Job", "Plan", "Proposal", "Refusal", "Space", "Strategy", "divisors", "plans"]
+
 Proposal = Plan | Refusal
+"""What a strategy yields: a plan, or the reason why there is none."""
 
 
 class Strategy(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from strategies.base import divisors
-from toolkit.plans.pipeline_bounds import bounds_fault
+from toolkit.plans.pipeline_bounds import bounds_problem
 from toolkit.plans.plan import Job, Refusal
 
 NODES_OF_TENSOR_PARALLEL = 2
@@ -33,8 +33,8 @@ def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
     for pp in _asked(job, "pp", [size for size in divisors(job.cluster.devices) if size > 1]):
         if pp > job.model.layers:
             yield Refusal(strategy, f"{pp} stages need at least {pp} layers; the model has {job.model.layers}")
-        elif given and (fault := bounds_fault(given, job.model.layers, pp)):
-            yield Refusal(strategy, f"strategy.pipeline_bounds: {fault}")
+        elif given and (problem := bounds_problem(given, job.model.layers, pp)):
+            yield Refusal(strategy, f"strategy.pipeline_bounds: {problem}")
         else:
             yield pp
 

@@ -15,6 +15,7 @@ from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Train
 from toolkit.resources import CONFIGS, RECIPES
 from toolkit.sessions.resolve import resolve
+from toolkit.units import GIB
 
 PREDICTED = "# Predicted:"
 PARAMS = 8_030_261_248
@@ -59,9 +60,9 @@ def with_prediction(path: Path) -> str:
     if PREDICTED not in text:
         return text
     option = resolve(load_recipe(path)).chosen
-    memory, time = option.estimate.memory.total / 2**30, option.estimate.time.total
+    memory, time = option.estimate.memory.total / GIB, option.estimate.time.total
     words = (
-        f"{option.plan.describe()}: {memory:.1f} of {option.estimate.memory_limit_bytes / 2**30:.1f} GiB a device, "
+        f"{option.plan.describe()}: {memory:.1f} of {option.estimate.memory_limit_bytes / GIB:.1f} GiB a device, "
         f"{time:.2f} s a step, {option.estimate.tokens_per_second:,.0f} tokens/s"
     )
     lines = [f"{PREDICTED} {words}" if line.startswith(PREDICTED) else line for line in text.splitlines()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,12 +75,11 @@ def test_measured_rates_replace_the_kinds() -> None:
 def test_a_probed_cluster_gives_the_measured_times_back(tmp_path: Path) -> None:
     times = {4096: 300e-6, 32 * 2**20: 60e-3}
     path = tmp_path / "own.yaml"
-    path.write_text(
-        cluster_yaml(
-            device="cpu", backend="cpu", processes=4, memory_bytes=0, host_bytes=16 * 2**30, matmul_flops=5e10,
-            memory_bytes_per_second=4e9, collectives={"all_reduce": times},
-        )
+    measured = SimpleNamespace(
+        device="cpu", backend="cpu", nodes=1, processes=4, memory_bytes=0, matmul_flops=5e10,
+        memory_bytes_per_second=4e9, collectives={"all_reduce": times}, between={},
     )  # fmt: skip
+    path.write_text(cluster_yaml(measured, host_bytes=16 * 2**30))
     found = from_file(path)
     assert found.devices == 4
     assert found.device.matmul_flops == pytest.approx(5e10)

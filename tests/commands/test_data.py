@@ -77,7 +77,7 @@ def test_samples_are_shown_with_what_counts(recipe: Path, capsys: pytest.Capture
         (("data.text_column=body",), "no column 'body'; it has text"),
         (("data.eval_fraction=0.1",), "data.eval_fraction: unused while train.eval_every is 0"),
         (("train.eval_every=2",), "needs held-out data"),
-        (("data.format=chat", "data.packing_method=stream"), "stream given; it is for data.format text"),
+        (("data.format=chat", "data.packing_method=stream"), "stream given; it needs data.format text"),
         (("data.path={a.txt: 0}",), "a weight above 0"),
         (("model.num_labels=3",), "model.num_labels: unused with data.format text"),
         (("model.config.vocab_size=100",), "258 tokens; the model's embedding has 100 rows"),

@@ -11,6 +11,7 @@ import pytest
 from toolkit.generate import PLANS, generated
 from toolkit.plans.deepspeed_config import BUCKET_ELEMENTS, deepspeed_config
 from toolkit.plans.plan import Plan
+from toolkit.recipe.batch_sections import Reduce
 from toolkit.recipe.sections import Train
 from toolkit.resources import CONFIGS
 
@@ -65,6 +66,19 @@ def test_buckets_are_never_larger_than_the_model() -> None:
     small = deepspeed_config(PLANS["zero2_bf16"], TRAIN, params=1000, backend="cpu")["zero_optimization"]
     large = deepspeed_config(PLANS["zero2_bf16"], TRAIN, params=10**12, backend="cpu")["zero_optimization"]
     assert (small["reduce_bucket_size"], large["reduce_bucket_size"]) == (1000, BUCKET_ELEMENTS)
+
+
+@pytest.mark.parametrize("name", ["zero1_bf16", "zero2_bf16", "zero3_bf16"])
+@pytest.mark.parametrize(("params", "axes", "asked"), [(1001, {}, None), (4002, {"tp": 2}, None), (10**6, {}, 777)])
+def test_buckets_have_an_even_number_of_elements(
+    name: str, params: int, axes: dict[str, int], asked: int | None
+) -> None:
+    """DeepSpeed 0.19.8 asserts that allgather_bucket_size is a multiple of 2."""
+    train = replace(TRAIN, reduce=Reduce(bucket_elements=asked))
+    config = deepspeed_config(replace(PLANS[name], **axes), train, params=params, backend="cpu")["zero_optimization"]
+    odd = asked or params // axes.get("tp", 1)
+    assert odd % 2 == 1
+    assert config["allgather_bucket_size"] == config["reduce_bucket_size"] == odd + 1
 
 
 @pytest.mark.parametrize(

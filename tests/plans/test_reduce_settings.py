@@ -109,7 +109,7 @@ def test_one_bit_adam_runs_on_whole_replicas_and_its_kin_are_gone() -> None:
     one = job(LLAMA_2_7B, machines=cluster(nodes=2))
     signs = replace(one, workload=replace(one.workload, optimizer="onebit_adam"))
     assert refusal(ZERO_0, signs) is None
-    assert "whole replicas" in (refusal(ZERO_2, signs) or "")
+    assert "full replicas" in (refusal(ZERO_2, signs) or "")
     half = replace(signs, workload=replace(signs.workload, precision="fp16"))
     assert "loss scale" in (refusal(replace(ZERO_0, precision="fp16"), half) or "")
     for gone in ("onebit_lamb", "zero_one_adam"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 from toolkit.cli import main
 from toolkit.errors import BadInput
+from toolkit.plans.plan import Plan
+from toolkit.recipe import Recipe, sections
 from toolkit.recipe.documentation import recipe_keys
 from toolkit.recipe.file import dump_recipe, load_recipe, make_recipe
 
@@ -22,6 +25,14 @@ def problems(mapping: dict[str, Any], *overrides: str) -> str:
     with pytest.raises(BadInput) as caught:
         make_recipe(mapping, overrides)
     return str(caught.value)
+
+
+def test_the_package_offers_the_recipe() -> None:
+    assert Recipe is sections.Recipe
+
+
+def test_a_recipe_can_fix_every_axis_of_a_plan() -> None:
+    assert set(sections.AXES) == {f.name for f in fields(Plan)} - {"strategy", "precision"}
 
 
 def test_defaults_follow_the_contract() -> None:
@@ -86,7 +97,7 @@ def test_overrides_are_yaml_and_make_sections() -> None:
         ("just words", "a recipe is a mapping"),
         ("model: {path: x", "not usable as YAML: line"),
         ("model: !!python/object/apply:os.system ['touch /tmp/pwned']", "not usable as YAML"),
-        ("model: {path: x}\nmodel: {path: y}", "'model' stands twice"),
+        ("model: {path: x}\nmodel: {path: y}", "duplicate key 'model'"),
         ("\x00\x01", "not usable as YAML"),
         ("a: &a [x]\nb: [" + "*a, " * 200 + "]", "aliases"),
         ("[" * 3000, "not usable as YAML"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import strategies
+from strategies import base
 from strategies.base import divisors
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.job import make_job
@@ -38,6 +39,12 @@ def plans(given: Job, name: str = "auto") -> list[Plan]:
 
 def refusals(given: Job, name: str = "auto") -> list[Refusal]:
     return [p for p in strategies.propose(given, name) if isinstance(p, Refusal)]
+
+
+def test_third_parties_find_all_they_need_in_base() -> None:
+    assert {"Job", "Plan", "Proposal", "Refusal", "Space", "Strategy", "plans"} <= set(base.__all__)
+    assert (base.Job, base.Plan, base.Refusal) == (Job, Plan, Refusal)
+    assert all(hasattr(base, name) for name in base.__all__)
 
 
 @pytest.mark.parametrize("name", strategies.registry())
@@ -75,7 +82,7 @@ def test_fixed_axes_are_kept() -> None:
         ({"zero_stage": 2, "offload": "nvme"}, "NVMe under ZeRO 3 only"),
         ({"zero_stage": 3, "zero_variant": "mics", "zero_group": 4}, "removed in DeepSpeed 0.19.7"),
         ({"zero_stage": 2, "zero_group": 4}, "zero_variant hpz"),
-        ({"zero_stage": 2, "zero_quantized": "weights"}, "part of ZeRO 3"),
+        ({"zero_stage": 2, "zero_quantized": "weights"}, "needs ZeRO 3"),
         ({"recompute": "selective"}, "offers none, full"),
         ({"islands": 2}, "synchronises every step"),
         ({"grad_accum": 3}, "does not make the global batch"),

@@ -28,11 +28,12 @@ from typing import Any
 from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
 from toolkit.errors import BadInput, Problem
+from toolkit.units import GIB, MIB
 
 FORMAT = "toolkit-checkpoint-1"
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
-HASH_CHUNK_BYTES = 1 << 22
-LARGEST_JSON_BYTES = 1 << 30
+HASH_CHUNK_BYTES = 4 * MIB
+LARGEST_JSON_BYTES = GIB
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 

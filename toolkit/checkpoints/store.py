@@ -18,6 +18,7 @@ from toolkit.checkpoints.format import (
     step_of,
 )
 from toolkit.errors import BadInput, Problem
+from toolkit.units import GB
 
 LATEST = "latest"
 BEST = "best"
@@ -47,7 +48,7 @@ def begin(root: Path, step: int, need_bytes: int) -> Path:
         if free < need_bytes:
             raise BadInput(
                 str(root),
-                f"a checkpoint needs {need_bytes / 1e9:.3f} GB and {free / 1e9:.3f} GB are free; "
+                f"a checkpoint needs {need_bytes / GB:.3f} GB and {free / GB:.3f} GB are free; "
                 "free some space, or lower checkpoint.keep",
             )
         path = root / f".writing-{directory_name(step)}"

@@ -1,4 +1,4 @@
-"""The machines of a job: how many devices, and how fast they talk."""
+"""The machines of a job: how many devices, and how fast the links between them are."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ class Cluster:
     """A set of equal nodes, each with equal devices."""
 
     name: str
-    """For messages only."""
+    """Name for messages; nothing depends on it."""
     device: Device
-    """The kind of every device."""
+    """The device kind, the same for all devices."""
     nodes: int
     """Number of nodes."""
     devices_per_node: int
-    """Devices (worker processes) on each node."""
+    """Devices (worker processes) per node."""
     intra_bytes_per_second: float
-    """Between two devices of one node, one direction."""
+    """Bandwidth between two devices of a node, in one direction."""
     inter_bytes_per_second: float
-    """Between nodes, one direction, for each device."""
+    """Bandwidth between nodes per device, in one direction."""
     host_memory_bytes: int
-    """Memory of one node's host."""
+    """Host memory per node."""
     nvme_bytes: int = 0
-    """Fast local disk of one node; 0: none, so nothing can be offloaded to it."""
+    """Local NVMe disk space per node; 0: none, so nothing can be offloaded to it."""
     latency_seconds: float = 20e-6
-    """Start-up cost of one collective inside a node."""
+    """Start-up time of one collective inside a node."""
     inter_latency_seconds: float = 40e-6
-    """Start-up cost of one collective across nodes."""
+    """Start-up time of one collective across nodes."""
     sites: int = 1
-    """Places that the nodes are split over evenly (data centres, providers), with a slow link between them."""
+    """Sites (data centres, providers) with equally many nodes each and a slow link between them."""
     site_bytes_per_second: float = 0.0
-    """Between two sites, one direction, shared by all devices of a site."""
+    """Bandwidth between two sites in one direction, shared by all devices of a site."""
     site_latency_seconds: float = 0.03
-    """Start-up cost of one collective across sites."""
+    """Start-up time of one collective across sites."""
     sharers: float = 1.0
-    """Processes that share a core, where the device is a CPU: one that waits leaves it to the others."""
+    """Processes per core, where the device is a CPU: while one waits, the others use its core."""
 
     @property
     def devices(self) -> int:
@@ -47,5 +47,5 @@ class Cluster:
 
     @property
     def devices_per_site(self) -> int:
-        """Devices of one site."""
+        """Devices per site."""
         return self.devices // self.sites

@@ -1,19 +1,17 @@
-"""Accelerator kinds: what one device can do. One row a kind; nothing here is fitted."""
+"""Device kinds: memory, rates and links of one device. One row per kind; no number here is fitted."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-GB = 10**9
-GIB = 2**30
-TERA = 10**12
+from toolkit.units import GB, GIB, TERA
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator (or, without one, one process's share of the CPU)."""
+    """One accelerator, or one process's share of the CPU."""
 
     name: str
     """Name as in recipes and cluster files, e.g. `H100-SXM5-80GB`."""
@@ -28,82 +26,98 @@ class Device:
     memory_bytes_per_second: float
     """Bandwidth of the device's own memory."""
     link_bytes_per_second: float
-    """To other devices of the same node, one direction."""
+    """Bandwidth to other devices of the same node, in one direction."""
     host_bytes_per_second: float
-    """To the host's memory, one direction."""
+    """Bandwidth to host memory, in one direction."""
     inter_gbps: float = 100.0
-    """Network to other nodes that usually comes with this kind, gigabit a second and device."""
+    """Usual network bandwidth to other nodes per device of this kind, Gbit/s."""
     fp8_matmul_flops: float = 0.0
     """Best sustained fp8 matmul rate; 0: no fp8."""
     multiprocessors: int = 108
     """Units that a matmul's tiles are spread over."""
     watts: float = 0.0
-    """Power limit; 0: not known, so the sustained rate is taken as measured."""
+    """Power limit; 0: unknown, so the measured rate is used as it is."""
     in_switch_reduction: bool = False
-    """Whether the switch between the devices of a node adds up in flight (NVLS)."""
+    """Whether the switch inside a node performs reductions (NVLS)."""
     link_domain: int = 8
-    """Devices that the fast links reach: a node, or a rack (NVL72)."""
+    """Number of devices connected by the fast links: a node, or a rack (NVL72)."""
 
 
-def _gpu(
-    name: str,
-    peak: float,
-    matmul: float,
-    memory_gb: float,
-    tb_s: float,
-    link: float,
-    host: float,
-    inter: float,
-    fp8: float = 0.0,
-    *,
-    units: int,
-    watts: float = 0.0,
-    backend: str = "cuda",
-    nvls: bool = False,
-    domain: int = 8,
-) -> Device:
-    return Device(
-        name=name, backend=backend, memory_bytes=int(memory_gb * GIB), peak_flops=peak * TERA,
-        matmul_flops=matmul * TERA, memory_bytes_per_second=tb_s * TERA, link_bytes_per_second=link * GB,
-        host_bytes_per_second=host * GB, inter_gbps=inter, fp8_matmul_flops=fp8 * TERA, multiprocessors=units,
-        watts=watts, in_switch_reduction=nvls, link_domain=domain,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _DataSheet:
+    """A row of the table below, in the units that vendors use."""
+
+    name: str
+    peak_tflops: float
+    matmul_tflops: float
+    memory_gib: float
+    memory_tb_per_second: float
+    link_gb_per_second: float
+    host_gb_per_second: float
+    inter_gbps: float
+    fp8_matmul_tflops: float = 0.0
+    _: KW_ONLY
+    units: int
+    watts: float = 0.0
+    backend: str = "cuda"
+    nvls: bool = False
+    domain: int = 8
+
+    def device(self) -> Device:
+        """The same figures in bytes, FLOPs and seconds."""
+        return Device(
+            name=self.name,
+            backend=self.backend,
+            memory_bytes=int(self.memory_gib * GIB),
+            peak_flops=self.peak_tflops * TERA,
+            matmul_flops=self.matmul_tflops * TERA,
+            memory_bytes_per_second=self.memory_tb_per_second * TERA,
+            link_bytes_per_second=self.link_gb_per_second * GB,
+            host_bytes_per_second=self.host_gb_per_second * GB,
+            inter_gbps=self.inter_gbps,
+            fp8_matmul_flops=self.fp8_matmul_tflops * TERA,
+            multiprocessors=self.units,
+            watts=self.watts,
+            in_switch_reduction=self.nvls,
+            link_domain=self.domain,
+        )
 
 
-# name, peak, best measured matmul (TFLOP/s), memory GiB, TB/s, GB/s to peers, GB/s to host, Gbit/s to other nodes, fp8.
+# Columns: name, peak and best measured matmul (TFLOP/s), memory (GiB), memory bandwidth (TB/s), links to peers (GB/s),
+# link to the host (GB/s), network (Gbit/s), best measured fp8 matmul (TFLOP/s).
 # Sources: vendors' data sheets (peaks, memory, links, watts, multiprocessors); stas00/ml-engineering (measured matmul
-# rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak stands in. AMD's
-# measured rates are far below their peaks because of power already: no watts, so that it is not counted twice.
+# rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak is used. AMD's measured
+# rates already include the effect of the power limit, so these rows give no watts: it would count twice.
 DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        _gpu("V100-SXM2-16GB", 125, 100, 16, 0.9, 150, 12, 100, units=80, watts=300),
-        _gpu("V100-SXM2-32GB", 125, 100, 32, 0.9, 150, 12, 100, units=80, watts=300),
-        _gpu("A100-SXM4-40GB", 312, 271.2, 40, 1.555, 300, 25, 200, units=108, watts=400),
-        _gpu("A100-SXM4-80GB", 312, 271.2, 80, 2.0, 300, 25, 200, units=108, watts=400),
-        _gpu("A100-PCIe-80GB", 312, 252.9, 80, 1.94, 31, 25, 100, units=108, watts=300),
-        _gpu("A800-SXM4-80GB", 312, 271.2, 80, 2.0, 200, 25, 200, units=108, watts=400),
-        _gpu("H100-SXM5-80GB", 989, 794.5, 80, 3.35, 450, 50, 400, 1402.6, units=132, watts=700, nvls=True),
-        _gpu("H100-PCIe-80GB", 756, 600, 80, 2.0, 300, 50, 200, 1070, units=114, watts=350),
-        _gpu("H200-SXM", 989, 794.5, 141, 4.8, 450, 50, 400, 1453.4, units=132, watts=700, nvls=True),
-        _gpu("GH200-SXM", 989, 828.6, 141, 4.8, 450, 300, 400, 1535.0, units=132, watts=900, nvls=True),
-        _gpu("B200-SXM", 2250, 1745.0, 180, 8.0, 900, 50, 400, 3432.5, units=148, watts=1000, nvls=True),
-        _gpu("GB200", 2500, 1822.0, 186, 8.0, 900, 300, 400, 3615.6, units=148, watts=1200, nvls=True, domain=72),
-        _gpu("B300-SXM", 2250, 1769.0, 288, 8.0, 900, 100, 800, 3353.3, units=148, watts=1100, nvls=True),
-        _gpu("GB300", 2500, 1822.0, 288, 8.0, 900, 300, 800, 3615.6, units=148, watts=1400, nvls=True, domain=72),
-        _gpu("L40S", 362, 290, 48, 0.86, 31, 25, 100, 580, units=142, watts=350),
-        _gpu("L4", 121, 97, 24, 0.30, 31, 25, 50, 190, units=58, watts=72),
-        _gpu("RTX-4090", 165, 140, 24, 1.01, 31, 25, 25, 280, units=128, watts=450),
-        _gpu("MI250X", 383, 300, 128, 3.28, 350, 25, 100, units=220, backend="rocm"),
-        _gpu("MI300X", 1300, 668.4, 192, 5.3, 448, 50, 400, 1300, units=304, backend="rocm"),
-        _gpu("MI325X", 1300, 784.9, 256, 6.0, 448, 50, 400, 1500, units=304, backend="rocm"),
-        _gpu("MI355X", 2500, 1565.0, 288, 8.0, 535.5, 50, 400, 3000, units=256, backend="rocm"),
+    row.name: row.device()
+    for row in (
+        _DataSheet("V100-SXM2-16GB", 125, 100, 16, 0.9, 150, 12, 100, units=80, watts=300),
+        _DataSheet("V100-SXM2-32GB", 125, 100, 32, 0.9, 150, 12, 100, units=80, watts=300),
+        _DataSheet("A100-SXM4-40GB", 312, 271.2, 40, 1.555, 300, 25, 200, units=108, watts=400),
+        _DataSheet("A100-SXM4-80GB", 312, 271.2, 80, 2.0, 300, 25, 200, units=108, watts=400),
+        _DataSheet("A100-PCIe-80GB", 312, 252.9, 80, 1.94, 31, 25, 100, units=108, watts=300),
+        _DataSheet("A800-SXM4-80GB", 312, 271.2, 80, 2.0, 200, 25, 200, units=108, watts=400),
+        _DataSheet("H100-SXM5-80GB", 989, 794.5, 80, 3.35, 450, 50, 400, 1402.6, units=132, watts=700, nvls=True),
+        _DataSheet("H100-PCIe-80GB", 756, 600, 80, 2.0, 300, 50, 200, 1070, units=114, watts=350),
+        _DataSheet("H200-SXM", 989, 794.5, 141, 4.8, 450, 50, 400, 1453.4, units=132, watts=700, nvls=True),
+        _DataSheet("GH200-SXM", 989, 828.6, 141, 4.8, 450, 300, 400, 1535.0, units=132, watts=900, nvls=True),
+        _DataSheet("B200-SXM", 2250, 1745.0, 180, 8.0, 900, 50, 400, 3432.5, units=148, watts=1000, nvls=True),
+        _DataSheet("GB200", 2500, 1822.0, 186, 8.0, 900, 300, 400, 3615.6, units=148, watts=1200, nvls=True, domain=72),
+        _DataSheet("B300-SXM", 2250, 1769.0, 288, 8.0, 900, 100, 800, 3353.3, units=148, watts=1100, nvls=True),
+        _DataSheet("GB300", 2500, 1822.0, 288, 8.0, 900, 300, 800, 3615.6, units=148, watts=1400, nvls=True, domain=72),
+        _DataSheet("L40S", 362, 290, 48, 0.86, 31, 25, 100, 580, units=142, watts=350),
+        _DataSheet("L4", 121, 97, 24, 0.30, 31, 25, 50, 190, units=58, watts=72),
+        _DataSheet("RTX-4090", 165, 140, 24, 1.01, 31, 25, 25, 280, units=128, watts=450),
+        _DataSheet("MI250X", 383, 300, 128, 3.28, 350, 25, 100, units=220, backend="rocm"),
+        _DataSheet("MI300X", 1300, 668.4, 192, 5.3, 448, 50, 400, 1300, units=304, backend="rocm"),
+        _DataSheet("MI325X", 1300, 784.9, 256, 6.0, 448, 50, 400, 1500, units=304, backend="rocm"),
+        _DataSheet("MI355X", 2500, 1565.0, 288, 8.0, 535.5, 50, 400, 3000, units=256, backend="rocm"),
     )
 }
 
 
 def find_device(name: str, *, memory_gb: float | None = None, hint: str = "") -> Device | None:
-    """The kind that a name means, of several the one with the nearest memory; None if no kind is near."""
+    """The device kind that a name refers to, the one with the closest memory if several match; None if none does."""
     if name in DEVICES:
         return DEVICES[name]
     kinds = [device for device in DEVICES.values() if _stem(device.name) in _words(name)]
@@ -116,7 +130,7 @@ def find_device(name: str, *, memory_gb: float | None = None, hint: str = "") ->
 
 
 def nearest_names(name: str, count: int = 3) -> list[str]:
-    """Kinds whose names look like the given one."""
+    """Device kinds with similar names."""
     lowered = {kind.lower(): kind for kind in DEVICES}
     close = difflib.get_close_matches(name.lower(), lowered, n=count, cutoff=0.3)
     return [lowered[kind] for kind in close] or list(DEVICES)

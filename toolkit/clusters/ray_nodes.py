@@ -1,4 +1,4 @@
-"""What the nodes of a Ray cluster are to a plan: equal nodes with equally many devices, or a reason why not."""
+"""Turn the nodes of a Ray cluster into a cluster section: equal nodes with equally many devices, or an error."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from toolkit.recipe.sections import ClusterSection
 
 @dataclass(frozen=True, kw_only=True)
 class RayNode:
-    """A living node of a Ray cluster."""
+    """A live node of a Ray cluster."""
 
     name: str
-    """Its address."""
+    """Address of the node."""
     cpus: int
     gpus: int = 0
     kind: str = ""
-    """What Ray calls its accelerators, e.g. `H100`."""
+    """Accelerator type as Ray reports it, e.g. `H100`."""
 
     def devices(self, resource: str) -> int:
-        """How many workers it can hold."""
+        """How many workers fit on the node."""
         return self.gpus if resource == "GPU" else self.cpus
 
 
 def resource_of(backend: str) -> str:
-    """What Ray calls a device of the plan."""
+    """Ray's resource name for a device of this backend."""
     return "CPU" if backend == "cpu" else "GPU"
 
 
 def section_of(nodes: Sequence[RayNode], nproc: int | None) -> ClusterSection:
-    """The cluster to plan for: GPUs if there are any, else CPUs; with `nproc`, so many on as few nodes as possible."""
+    """The cluster to plan for: GPUs if there are any, otherwise CPUs; `nproc` devices use as few nodes as possible."""
     resource = "GPU" if any(node.gpus for node in nodes) else "CPU"
     used = [node for node in nodes if node.devices(resource)]
     count, each = _all(used, resource) if nproc is None else _fewest(used, resource, nproc)
@@ -41,19 +41,19 @@ def section_of(nodes: Sequence[RayNode], nproc: int | None) -> ClusterSection:
 
 
 def shortage(nodes: Sequence[RayNode], resource: str, count: int, each: int) -> str:
-    """Why so many devices on each of so many nodes are not there, even if all were free; empty: they are."""
+    """Why the cluster has no `count` nodes with `each` devices, even if all were free; empty if it has them."""
     if sum(node.devices(resource) >= each for node in nodes) >= count:
         return ""
     return f"{needed(resource, count, each)} needed; the Ray cluster has {describe(nodes, resource)}"
 
 
 def needed(resource: str, count: int, each: int) -> str:
-    """In words."""
+    """The request in words, for messages."""
     return f"{each} {resource} on {'one node' if count == 1 else f'each of {count} nodes'} are"
 
 
 def describe(nodes: Sequence[RayNode], resource: str) -> str:
-    """What there is, by node."""
+    """Devices by node, in words."""
     return ", ".join(f"{node.devices(resource)} {resource} on {node.name}" for node in nodes) or "no node"
 
 
@@ -69,7 +69,8 @@ def _fewest(nodes: Sequence[RayNode], resource: str, nproc: int) -> tuple[int, i
     for count in range(1, len(nodes) + 1):
         if nproc % count == 0 and not shortage(nodes, resource, count, nproc // count):
             return count, nproc // count
-    what = f"{nproc} processes given; the Ray cluster has {describe(nodes, resource)}; equally many a node are required"
+    has = f"the Ray cluster has {describe(nodes, resource)}"
+    what = f"{nproc} processes given; {has}; the same number per node is required"
     raise BadInput("--nproc", what)
 
 
@@ -77,9 +78,10 @@ def _kind(nodes: Sequence[RayNode], count: int, each: int) -> str:
     names = sorted({node.kind for node in nodes})
     device = find_device(names[0]) if len(names) == 1 else None
     if device is None:
+        reported = " and ".join(name or "unknown" for name in names)
         what = (
-            f"Ray calls the devices {' and '.join(name or 'nothing' for name in names)}, an unknown kind; say it "
-            f"in the recipe: cluster: {{device: KIND, nodes: {count}, devices_per_node: {each}}}"
+            f"Ray reports the device type {reported}, which is not a known kind; set it in the recipe: "
+            f"cluster: {{device: KIND, nodes: {count}, devices_per_node: {each}}}"
         )
         raise BadInput("cluster", what)
     return device.name

@@ -1,4 +1,4 @@
-"""Clusters from recipes: `auto` (this machine), a name in configs/clusters, a path, or a mapping."""
+"""Read the cluster of a recipe: `auto` (this machine), a name in configs/clusters, a path, or a mapping."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.devices import DEVICES, GB, GIB, Device, find_device, nearest_names
+from toolkit.clusters.devices import DEVICES, Device, find_device, nearest_names
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.schema import build
 from toolkit.recipe.sections import ClusterSection
 from toolkit.recipe.yaml_file import read_yaml
 from toolkit.resources import CONFIGS
-
-GBIT = 10**9 / 8
+from toolkit.units import GB, GBIT, GIB, TERA
 
 
 def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Cluster:
-    """The cluster that a recipe names; with `nproc`, only that many devices of it are used."""
+    """The cluster of a recipe; with `nproc`, only that many of its devices."""
     if isinstance(given, ClusterSection):
         cluster = from_section(given, name="cluster")
     elif given == "auto":
@@ -31,12 +30,12 @@ def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Clust
 
 
 def from_file(path: Path) -> Cluster:
-    """A cluster file."""
+    """The cluster of a cluster file."""
     return from_section(section_of(path), name=path.stem, source=str(path))
 
 
 def section_of(path: Path) -> ClusterSection:
-    """What a cluster file says."""
+    """The section in a cluster file; raises `BadInput` that lists every problem."""
     problems: list[Problem] = []
     section = build(ClusterSection, read_yaml(path), "", problems)
     if problems:
@@ -45,8 +44,8 @@ def section_of(path: Path) -> ClusterSection:
 
 
 def from_section(section: ClusterSection, name: str, source: str = "cluster") -> Cluster:
-    """A cluster from its recipe section: what is not given comes from the device's kind."""
-    problems = _site_faults(section)
+    """The cluster of a recipe section; figures that are not given come from the device kind."""
+    problems = _site_problems(section)
     if problems:
         raise BadInput(source, problems)
     device = _measured(
@@ -75,13 +74,13 @@ def from_section(section: ClusterSection, name: str, source: str = "cluster") ->
 
 
 def _measured(section: ClusterSection, device: Device) -> Device:
-    """The kind with what the section states of it."""
+    """The device kind, with the figures that the section overrides."""
     changes: dict[str, Any] = {}
     if section.memory_gib:
         changes["memory_bytes"] = int(section.memory_gib * GIB)
     if section.matmul_tflops:
-        changes["matmul_flops"] = section.matmul_tflops * 1e12
-        changes["peak_flops"] = max(device.peak_flops, section.matmul_tflops * 1e12)
+        changes["matmul_flops"] = section.matmul_tflops * TERA
+        changes["peak_flops"] = max(device.peak_flops, section.matmul_tflops * TERA)
     if section.memory_gb_per_second:
         changes["memory_bytes_per_second"] = section.memory_gb_per_second * GB
     return replace(device, **changes)
@@ -93,19 +92,19 @@ def _latency(section: ClusterSection, device: Device) -> float:
     return CPU_LATENCY_SECONDS if device.backend == "cpu" else Cluster.latency_seconds
 
 
-def _site_faults(section: ClusterSection) -> list[Problem]:
+def _site_problems(section: ClusterSection) -> list[Problem]:
     if section.sites == 1:
         return []
     problems = []
     if section.nodes % section.sites:
         problems.append(Problem("sites", f"{section.sites} sites given; must divide the {section.nodes} nodes"))
     if section.site_gbps is None:
-        problems.append(Problem("site_gbps", "required with sites: the link between them, gigabit a second"))
+        problems.append(Problem("site_gbps", "required with sites: bandwidth of the link between them, Gbit/s"))
     return problems
 
 
 def of_nodes(given: str | ClusterSection, nodes: int, per_node: int) -> ClusterSection:
-    """The cluster that hosts of a job are: hosts like this one for `auto`, else the recipe's, of the same size."""
+    """The cluster section for the hosts of a job: hosts like this one for `auto`, otherwise the recipe's cluster."""
     if given == "auto":
         section = ClusterSection(device=probe(per_node).device.name)
     elif isinstance(given, str):
@@ -120,12 +119,12 @@ def of_nodes(given: str | ClusterSection, nodes: int, per_node: int) -> ClusterS
 
 
 def num_accelerators() -> int:
-    """Devices of this host that are no CPU."""
+    """Number of accelerators on this host."""
     return len(_nvidia_names())
 
 
 def check_here(cluster: Cluster) -> None:
-    """Stop if this host can't be the cluster: its workers would find other devices than were planned for."""
+    """Raise `BadInput` if this host is not the planned cluster: workers would find other devices."""
     if cluster.nodes > 1:
         what = f"{cluster.nodes} nodes; workers are started on this host only; name the others with --hostfile"
         raise BadInput("cluster", f"{what}, or use your own launcher: toolkit emit")
@@ -139,7 +138,7 @@ def check_here(cluster: Cluster) -> None:
 
 
 def probe(nproc: int | None) -> Cluster:
-    """This machine: its NVIDIA devices if there are any, else processes on the CPU."""
+    """The cluster of this machine: its NVIDIA devices if there are any, otherwise processes on the CPU."""
     names = _nvidia_names()
     if not names:
         count = nproc or os.cpu_count() or 1
@@ -176,7 +175,7 @@ def _find(name: str) -> Path:
 
 
 def _device(name: str) -> Device:
-    """The kind of that name; other spellings are refused with the nearest names, so that none is taken by mistake."""
+    """The device kind of exactly that name; raises `BadInput` with similar names otherwise, rather than guess."""
     if name in DEVICES:
         return DEVICES[name]
     meant = find_device(name)
@@ -185,7 +184,7 @@ def _device(name: str) -> Device:
 
 
 def _usual_host_bytes(device: Device, section: ClusterSection) -> float:
-    """This host's for a CPU; else twice the node's device memory, as the common servers have."""
+    """Host memory where none is given: this host's for a CPU, otherwise twice the device memory of a node."""
     return _host_bytes() if device.backend == "cpu" else 2.0 * device.memory_bytes * section.devices_per_node
 
 
@@ -194,11 +193,11 @@ def _host_bytes() -> int:
 
 
 CPU_LATENCY_SECONDS = 300e-6
-"""One gloo collective between processes of a host (measured on 2 cores)."""
+"""Start-up time of a gloo collective between processes of one host (measured on 2 cores)."""
 
 
 def cpu_device(processes: int) -> Device:
-    """One process's share of this host. Rates from the CPU's clock and vector width; `toolkit probe` measures them."""
+    """One process's share of this host: rates from clock and vector width; `toolkit probe` measures real ones."""
     share = _cores() / processes
     flops = _cpu_flops() * share
     return Device(
@@ -219,7 +218,7 @@ def _cores() -> int:
 
 
 def _cpu_flops() -> float:
-    """Peak fp32 FLOPs a second of one core: two fused multiply-adds of a vector each cycle."""
+    """Peak fp32 FLOPs per second of one core: two vector fused multiply-adds per cycle."""
     try:
         info = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -231,7 +230,7 @@ def _cpu_flops() -> float:
 
 
 def _nvidia_names() -> list[str]:
-    """Model names of the NVIDIA devices that this process may use."""
+    """Names of the NVIDIA devices that this process may use."""
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         match = re.search(r"Model:\s*(.+)", path.read_text())

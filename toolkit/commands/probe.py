@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         near = ", ".join(nearest_names(found.device))
         console.print(f"{found.device!r} is not a known kind: put the nearest into the file's `device`: {near}")
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    _deliver(cluster_yaml(host_bytes=host, **vars(found)), args.out, console)
+    _deliver(cluster_yaml(found, host_bytes=host), args.out, console)
     return 0
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 
 import strategies
 from toolkit.clusters.devices import DEVICES
+from toolkit.units import GB, GIB, TERA
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +35,10 @@ def _devices() -> Table:
     table = Table("device", "backend", "memory GiB", "peak TFLOP/s", "TB/s", "GB/s to peers", "Gbit/s to nodes")
     for name, device in DEVICES.items():
         numbers = (
-            device.memory_bytes / 2**30,
-            device.peak_flops / 1e12,
-            device.memory_bytes_per_second / 1e12,
-            device.link_bytes_per_second / 1e9,
+            device.memory_bytes / GIB,
+            device.peak_flops / TERA,
+            device.memory_bytes_per_second / TERA,
+            device.link_bytes_per_second / GB,
             device.inter_gbps,
         )
         table.add_row(name, device.backend, *(f"{number:g}" for number in numbers))

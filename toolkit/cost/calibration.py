@@ -8,10 +8,12 @@ the errors, also leaving one source out. What is measured elsewhere or follows f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 from toolkit.clusters.devices import find_device
+from toolkit.units import GB, GIB, KIB, MIB, TERA
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,15 @@ class Calibration:
     """NCCL. Time constant by which a collective comes up to full bandwidth as messages grow."""
     fragmentation: float = 0.14
     """Memory. Share of what the allocator reserves beyond live tensors."""
-    context_bytes: float = 1.4 * 2**30
+    context_bytes: float = 1.4 * GIB
     """Memory. Device context, libraries and workspaces of one process."""
-    collective_bytes: float = 0.9 * 2**30
+    collective_bytes: float = 0.9 * GIB
     """Memory. Buffers of the collectives library, if there is more than one device."""
 
 
 CALIBRATION = Calibration()
 CONSTANTS = tuple(f.name for f in fields(Calibration))
 """Names of all fitted constants; a test holds their number at 20 or less."""
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def fit_links(all_reduce: Mapping[int, float], ranks: int) -> Links:
     wire = 2.0 * (ranks - 1) / ranks
     ramp = CALIBRATION.ramp_seconds * wire
     rate = wire * largest / max(moving - ramp, 0.1 * moving)
-    return Links(gb_per_second=rate / CALIBRATION.intra / 1e9, latency_us=latency * 1e6)
+    return Links(gb_per_second=rate / CALIBRATION.intra / GB, latency_us=latency * 1e6)
 
 
 def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
@@ -90,35 +89,80 @@ def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
     moving = max(all_reduce[largest] - all_reduce[smallest], 1e-9)
     wire = 2.0 * (nodes - 1) / nodes
     rate = wire * largest / max(moving - CALIBRATION.ramp_seconds * wire, 0.1 * moving)
-    return Links(gb_per_second=rate / CALIBRATION.inter / 1e9, latency_us=latency * 1e6)
+    return Links(gb_per_second=rate / CALIBRATION.inter / GB, latency_us=latency * 1e6)
 
 
-def cluster_yaml(
-    *, device: str, backend: str, processes: int, memory_bytes: int, host_bytes: int, matmul_flops: float,
-    memory_bytes_per_second: float, collectives: Mapping[str, Mapping[int, float]], nodes: int = 1,
-    between: Mapping[int, float] | None = None,
-) -> str:  # fmt: skip
-    """A cluster file; timings by size stand in comments."""
-    kind = "cpu" if backend == "cpu" else _kind(device)
-    lines = [f"# Measured by `toolkit probe` on {processes} process{'es' if processes > 1 else ''}: {device}."]
-    named = {**collectives, **({"all_reduce between nodes": between} if between else {})}
-    for name, times in named.items():
-        shown = ", ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in sorted(times.items()))
-        lines.append(f"# {name}: {shown}")
-    lines += [f"device: {kind}", f"nodes: {nodes}", f"devices_per_node: {processes}"]
-    lines.append(f"matmul_tflops: {matmul_flops / 1e12:.4g}")
-    lines.append(f"memory_gb_per_second: {memory_bytes_per_second / 1e9:.4g}")
-    lines.append(f"memory_gib: {(memory_bytes or host_bytes / processes) / GIB:.4g}")
-    lines.append(f"host_memory_gib: {host_bytes / GIB:.4g}")
-    if "all_reduce" in collectives and processes > 1:
-        links = fit_links(collectives["all_reduce"], processes)
+class Measurements(Protocol):
+    """What `toolkit probe` measured on one machine, or on all nodes of a job."""
+
+    @property
+    def device(self) -> str:
+        """Name of the device as the driver reports it."""
+
+    @property
+    def backend(self) -> str:
+        """`cuda`, `rocm` or `cpu`."""
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+
+    @property
+    def processes(self) -> int:
+        """Processes on each node, one per device."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of one device; 0 on a CPU, where processes share the host's memory."""
+
+    @property
+    def matmul_flops(self) -> float:
+        """Sustained matmul FLOPs per second of one device."""
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        """Bandwidth of one device's memory."""
+
+    @property
+    def collectives(self) -> Mapping[str, Mapping[int, float]]:
+        """Seconds of each collective inside a node, by message size in bytes."""
+
+    @property
+    def between(self) -> Mapping[int, float]:
+        """Seconds of an all-reduce across nodes, by message size in bytes; empty on one node."""
+
+
+def cluster_yaml(found: Measurements, *, host_bytes: int) -> str:
+    """A cluster file with the measured rates; comments list the timings by message size."""
+    lines = [*_timing_comments(found), *_device_lines(found, host_bytes)]
+    if "all_reduce" in found.collectives and found.processes > 1:
+        links = fit_links(found.collectives["all_reduce"], found.processes)
         lines.append(f"intra_gb_per_second: {links.gb_per_second:.4g}")
         lines.append(f"latency_us: {links.latency_us:.4g}")
-    if between:
-        links = fit_network(between, nodes)
+    if found.between:
+        links = fit_network(found.between, found.nodes)
         lines.append(f"inter_gbps_per_device: {8 * links.gb_per_second:.4g}")
         lines.append(f"inter_latency_us: {links.latency_us:.4g}")
     return "\n".join(lines) + "\n"
+
+
+def _timing_comments(found: Measurements) -> Iterator[str]:
+    plural = "es" if found.processes > 1 else ""
+    yield f"# Measured by `toolkit probe` on {found.processes} process{plural}: {found.device}."
+    named = {**found.collectives, **({"all_reduce between nodes": found.between} if found.between else {})}
+    for name, times in named.items():
+        shown = ", ".join(f"{_size(size)} {seconds * 1e6:,.0f} µs" for size, seconds in sorted(times.items()))
+        yield f"# {name}: {shown}"
+
+
+def _device_lines(found: Measurements, host_bytes: int) -> Iterator[str]:
+    yield f"device: {'cpu' if found.backend == 'cpu' else _kind(found.device)}"
+    yield f"nodes: {found.nodes}"
+    yield f"devices_per_node: {found.processes}"
+    yield f"matmul_tflops: {found.matmul_flops / TERA:.4g}"
+    yield f"memory_gb_per_second: {found.memory_bytes_per_second / GB:.4g}"
+    yield f"memory_gib: {(found.memory_bytes or host_bytes / found.processes) / GIB:.4g}"
+    yield f"host_memory_gib: {host_bytes / GIB:.4g}"
 
 
 def _kind(name: str) -> str:
@@ -127,4 +171,4 @@ def _kind(name: str) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count // 2**20} MiB" if count >= 2**20 else f"{count // 2**10} KiB"
+    return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"

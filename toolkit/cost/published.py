@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.devices import GB, Device, find_device
+from toolkit.clusters.devices import Device, find_device
 from toolkit.cost.execution import RECOMPUTE, Execution, Recompute
 from toolkit.cost.software import software_of
 from toolkit.errors import BadInput, Problem
 from toolkit.models.spec import ModelSpec
+from toolkit.units import GB, GBIT, TERA
 
 REQUIRED = (
     "source_id", "model", "n_layers", "hidden", "ffn", "heads", "vocab", "seq_len", "gpu", "n_gpus", "tp", "pp", "dp",
@@ -193,7 +194,7 @@ def _device(row: PublishedRow) -> Device:
     bandwidth, watts = re.search(r"([\d.]+) ?TB/s", variant), re.search(r"(\d+) ?W\b", variant)
     return replace(
         device,
-        memory_bytes_per_second=float(bandwidth[1]) * 1e12 if bandwidth else device.memory_bytes_per_second,
+        memory_bytes_per_second=float(bandwidth[1]) * TERA if bandwidth else device.memory_bytes_per_second,
         watts=float(watts[1]) if watts and device.watts else device.watts,
     )
 
@@ -207,7 +208,7 @@ def _cluster(row: PublishedRow, device: Device) -> Cluster:
     inter = row.number_of("inter_gbps_per_gpu") or device.inter_gbps
     return Cluster(
         name=row.text("source_id"), device=device, nodes=max(1, -(-devices // per_node)), devices_per_node=per_node,
-        intra_bytes_per_second=link, inter_bytes_per_second=inter * GB / 8, host_memory_bytes=0,
+        intra_bytes_per_second=link, inter_bytes_per_second=inter * GBIT, host_memory_bytes=0,
     )  # fmt: skip
 
 

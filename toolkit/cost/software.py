@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-FUSIONS = ("eager", "kernels", "compiled")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Software:

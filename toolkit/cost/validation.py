@@ -15,8 +15,8 @@ from toolkit.cost.execution import Execution
 from toolkit.cost.memory import device_bytes
 from toolkit.cost.published import NotScorable, PublishedRow, cluster_size, execution_of, measured_seconds, read_rows
 from toolkit.cost.timing import seconds
+from toolkit.units import GIB
 
-GIB = 2**30
 SAME_JOB = (
     "source_id", "model", "n_layers", "hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus", "global_batch", "precision",
     "framework",

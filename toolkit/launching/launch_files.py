@@ -17,9 +17,8 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe
 from toolkit.recipe.sections import AXES, ClusterSection, Recipe, StrategySection
 from toolkit.run_dir.layout import new_run_path
+from toolkit.units import GB, GBIT, GIB
 
-GIB = 2**30
-GBIT = 10**9 / 8
 PORT = 29500
 RESTARTS = 3
 IMAGE = "zero-toolkit:latest"
@@ -143,7 +142,7 @@ def _inline(cluster: Cluster) -> ClusterSection:
         device=cluster.device.name,
         nodes=cluster.nodes,
         devices_per_node=cluster.devices_per_node,
-        intra_gb_per_second=cluster.intra_bytes_per_second / 1e9,
+        intra_gb_per_second=cluster.intra_bytes_per_second / GB,
         inter_gbps_per_device=cluster.inter_bytes_per_second / GBIT,
         host_memory_gib=cluster.host_memory_bytes / GIB,
         nvme_gib=cluster.nvme_bytes / GIB,
@@ -169,7 +168,6 @@ TARGETS: dict[str, Callable[[Emission], dict[str, str]]] = {
 }
 
 
-GIB = 2**30
 SECRETS = {"WANDB_API_KEY": "wandb", "HF_TOKEN": "huggingface"}
 """Variable → secret whose key `token` holds it."""
 _DEVICES = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}

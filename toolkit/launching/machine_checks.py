@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.plans.deepspeed_rules import parse_version
-
-GB = 10**9
+from toolkit.units import GB
 
 
 @dataclass(frozen=True)

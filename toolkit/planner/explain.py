@@ -1,4 +1,4 @@
-"""Estimates in words: what a plan waits for, why it does not fit, and what would."""
+"""Estimates in words: the bottleneck of a plan, why it does not fit, which change would, and caveats."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import scaled_lr
 from toolkit.recipe.sections import Train
+from toolkit.units import GIB
 
-GIB = 2**30
 NOTABLE = 0.12
-"""A part of the step below this share is not worth a word."""
+"""A part below this share of the step is not mentioned."""
 WAITS = {
     "recompute": "recomputing activations",
     "tp_comm": "tensor-parallel collectives",
@@ -25,7 +25,7 @@ WAITS = {
     "optimizer": "summing gradients and updating weights",
     "fixed": "work between steps",
 }
-"""Parts of a step other than useful compute, in words."""
+"""Parts of a step other than useful compute → description."""
 REMEDIES = {
     "recompute": "more memory would avoid it",
     "tp_comm": "a smaller tp inside one node would help",
@@ -43,7 +43,7 @@ NAMES = {
 
 
 def bottleneck(plan: Plan, time: Time) -> str:
-    """What the step spends most of its time on besides useful compute."""
+    """The part of the step that costs most time besides useful compute, and what would help."""
     total = time.total
     shares = {name: getattr(time, name) / total for name in WAITS}
     worst = max(shares, key=lambda name: shares[name])
@@ -54,14 +54,14 @@ def bottleneck(plan: Plan, time: Time) -> str:
 
 
 def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int) -> str:
-    """Why a plan does not fit, with its largest parts."""
+    """Why a plan does not fit, with the largest parts of its memory."""
     if used.total > limit_bytes:
         return f"needs {_gib(used.total)} of {_gib(limit_bytes)} GiB: {_parts(used)}"
     return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
 
 
 def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:
-    """`; ZeRO 2 would fit`: the smallest change that makes room, or nothing."""
+    """`; ZeRO 2 would fit`: the cheapest single change that makes the plan fit; empty if none does."""
     for words, change in _changes(plan):
         if test(replace(plan, **change)):
             return f"; {words} would fit"
@@ -69,7 +69,7 @@ def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:
 
 
 def _changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
-    """Single changes, from the cheapest to the most expensive in time."""
+    """Changes to try, from the cheapest to the most expensive in time."""
     changes: list[tuple[str, dict[str, Any]]] = []
     full = {"recompute": "full"} if plan.recompute == "none" else {}
     if full:
@@ -99,11 +99,11 @@ def _gib(size: float) -> str:
 
 
 WARMUP = 5 / 90
-"""Share of a run that a scaled learning rate is warmed up over: 5 of 90 epochs (Goyal et al. 2017)."""
+"""Fraction of a run to warm up a scaled learning rate: 5 of 90 epochs (Goyal et al. 2017)."""
 
 
 def caveats(plan: Plan, train: Train) -> list[str]:
-    """One sentence each; a plan that is exact and ordinary has none."""
+    """What users should know about a plan, one sentence each; none for a plan that is exact and ordinary."""
     return [*_batch(train), *_wire(plan, train)]
 
 
@@ -129,19 +129,19 @@ def _batch(train: Train) -> Iterator[str]:
         )
     if times > 8 and train.optimizer in ("adamw", "sgd") and train.lr_scaling == "linear":
         softer = "lr_scaling sqrt suits adamw better than linear, or use lamb" if train.optimizer == "adamw" else ""
-        yield f"beyond 8 times the batch linear scaling is known to break down{'; ' + softer if softer else ''}"
+        yield f"beyond 8 times base_batch, linear scaling is known to break down{'; ' + softer if softer else ''}"
 
 
 def _wire(plan: Plan, train: Train) -> Iterator[str]:
     sent = train.reduce.dtype
     if sent is not None and sent != plan.precision and sent != "fp32" and plan.devices > 1:
-        yield f"gradients are reduced in {sent}, not {plan.precision}: losses differ from one process by rounding"
+        yield f"gradients are reduced in {sent}, not {plan.precision}: losses differ by rounding"
     for name, value in nccl_settings(train.reduce.algorithm, {}).items():
         yield f"every worker sets {name}={value}"
     if train.optimizer == "onebit_adam":
         yield (
             f"onebit_adam compresses after {train.freeze_steps} steps: the result is near that of Adam, not the same; "
-            "the times shown are those after these steps"
+            "predicted times are for the steps after that"
         )
     if plan.zero_quantized != "none":
         yield f"ZeRO++ quantises {plan.zero_quantized} on the wire: the result is near one process's, not the same"

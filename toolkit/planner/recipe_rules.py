@@ -1,76 +1,112 @@
-"""Rules that refuse plans which cannot train or save what a recipe asks for."""
+"""Rules that refuse plans which cannot train, record or save what a recipe asks for, as data with the reason in words.
+
+Like `RULES` in plans/deepspeed_rules.py, but these depend on the recipe, not on the DeepSpeed version.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
-from toolkit.plans.deepspeed_rules import unkeepable
+from toolkit.plans.deepspeed_rules import UNKEEPABLE, unkeepable
 from toolkit.plans.noise_scale import tells_noise
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.recipe.sections import Recipe
 
 
-def _keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
-    """Proposals, without those that can't train the recipe's task, or save what it asks to save."""
+@dataclass(frozen=True, kw_only=True)
+class RecipeRule:
+    """A plan that does not do what the recipe asks for."""
+
+    forbids: Callable[[Recipe, Plan], bool]
+    """Whether the rule refuses this plan."""
+    reason: str
+    """Why, and what to do instead; `{recipe...}` and `{plan...}` are filled in."""
+
+
+RULES: tuple[RecipeRule, ...] = (
+    RecipeRule(
+        forbids=lambda recipe, plan: _has_other_task(recipe) and plan.sp > 1,
+        reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "
+        "{recipe.model.task}",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: _has_other_task(recipe) and plan.tensor_by == "autotp" and plan.tp > 1,
+        reason="AutoTP is tried on causal language models only, and data.format needs {recipe.model.task}; "
+        "leave tensor_by out",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: recipe.model.task == "seq2seq" and plan.pp > 1,
+        reason="every decoder layer reads the encoder's output: each stage would compute the whole encoder",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: recipe.checkpoint.every % plan.local_steps > 0,
+        reason="checkpoint.every ({recipe.checkpoint.every}) must be a multiple of local_steps ({plan.local_steps}): "
+        "islands have equal weights only after an exchange",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: recipe.metrics.noise_scale and not tells_noise(plan),
+        reason="metrics.noise_scale compares micro-batches with the global batch: it needs data_parallel or zero, and "
+        "at least two micro-batches per step over all devices",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: recipe.train.outer is not None and plan.islands == 1,
+        reason="train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: _delay_steps(recipe) > plan.local_steps,
+        reason="train.outer.delay_steps ({recipe.train.outer.delay_steps}) must be at most local_steps "
+        "({plan.local_steps}), the length of a round",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: _is_async(recipe) and _has_outer_momentum(recipe),
+        reason="train.outer.optimizer nesterov would add momentum to stale updates; use average with mode async",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: _is_async(recipe) and recipe.train.on_spike != "ignore",
+        reason="train.on_spike rewind needs islands that are at the same step; use ignore with mode async",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: recipe.checkpoint.every > 0 and bool(unkeepable(plan)),
+        reason=f"{UNKEEPABLE}; use checkpoint.every 0",
+    ),
+    RecipeRule(
+        forbids=lambda recipe, plan: _is_quantized(recipe) and plan.zero_stage == 3,
+        reason="4-bit weights (model.lora.quantize) can't be sharded by ZeRO 3; use zero_stage 0, 1 or 2",
+    ),
+)
+
+
+def keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
+    """The proposals; plans that a rule forbids become refusals with the reason of the first such rule."""
     for proposal in proposals:
-        if isinstance(proposal, Plan) and (reason := _task_fault(recipe.model.task, proposal)):
+        if isinstance(proposal, Plan) and (reason := _reason(recipe, proposal)):
             yield Refusal(proposal.strategy, reason, proposal)
-        elif isinstance(proposal, Plan) and recipe.checkpoint.every % proposal.local_steps:
-            reason = (
-                f"checkpoints are made where islands agree: checkpoint.every {recipe.checkpoint.every} is no multiple "
-                f"of local_steps {proposal.local_steps}"
-            )
-            yield Refusal(proposal.strategy, reason, proposal)
-        elif isinstance(proposal, Plan) and recipe.metrics.noise_scale and not tells_noise(proposal):
-            reason = (
-                "metrics.noise_scale compares micro-batches with the whole batch: it needs data_parallel or zero, and "
-                "at least two micro-batches a step over all devices"
-            )
-            yield Refusal(proposal.strategy, reason, proposal)
-        elif isinstance(proposal, Plan) and recipe.train.outer is not None and proposal.islands == 1:
-            reason = "train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd"
-            yield Refusal(proposal.strategy, reason, proposal)
-        elif isinstance(proposal, Plan) and (reason := _delay_fault(recipe, proposal) or _async_fault(recipe)):
-            yield Refusal(proposal.strategy, reason, proposal)
-        elif isinstance(proposal, Plan) and recipe.checkpoint.every > 0 and unkeepable(proposal):
-            yield Refusal(proposal.strategy, f"{unkeepable(proposal)}; use checkpoint.every 0", proposal)
-        elif isinstance(proposal, Plan) and _is_quantized(recipe) and proposal.zero_stage == 3:
-            yield Refusal(proposal.strategy, "4bit weights of model.lora.quantize can't be sharded by ZeRO 3", proposal)
         else:
             yield proposal
 
 
-def _task_fault(task: str | None, plan: Plan) -> str:
-    """Why a plan can't split the model of a task; empty if it can."""
-    if task in (None, "causal-lm"):
-        return ""
-    if plan.sp > 1:
-        return f"sequence shards are for losses of single tokens of a causal language model; data.format needs {task}"
-    if plan.tensor_by == "autotp" and plan.tp > 1:
-        return f"AutoTP is tried on causal language models only, and data.format needs {task}; leave tensor_by out"
-    if plan.pp > 1 and task == "seq2seq":
-        return "every decoder layer reads the encoder's output: each stage would compute the whole encoder"
-    return ""
+def _reason(recipe: Recipe, plan: Plan) -> str:
+    """Why the recipe can't use the plan; empty if it can."""
+    found = next((rule for rule in RULES if rule.forbids(recipe, plan)), None)
+    return found.reason.format(recipe=recipe, plan=plan) if found else ""
 
 
-def _delay_fault(recipe: Recipe, plan: Plan) -> str:
-    """Why a round's mean can't count when the recipe says; empty if it can."""
-    delay = recipe.train.outer.delay_steps if recipe.train.outer else None
-    if delay is None or delay <= plan.local_steps:
-        return ""
-    return f"train.outer.delay_steps {delay} is more than a round of local_steps {plan.local_steps}"
+def _has_other_task(recipe: Recipe) -> bool:
+    return recipe.model.task not in (None, "causal-lm")
 
 
-def _async_fault(recipe: Recipe) -> str:
-    """Why islands can't go their own ways with a recipe; empty if they can."""
-    outer = recipe.train.outer
-    if outer is None or outer.mode != "async":
-        return ""
-    if outer.optimizer != "average":
-        return "train.outer.optimizer nesterov would add momentum to stale changes; use average with mode async"
-    if recipe.train.on_spike != "ignore":
-        return "train.on_spike rewind needs islands that stand at the same step; use ignore with mode async"
-    return ""
+def _delay_steps(recipe: Recipe) -> int:
+    """Steps after which a round's mean is applied; 0 where the recipe does not set it."""
+    return (recipe.train.outer.delay_steps or 0) if recipe.train.outer else 0
+
+
+def _is_async(recipe: Recipe) -> bool:
+    return recipe.train.outer is not None and recipe.train.outer.mode == "async"
+
+
+def _has_outer_momentum(recipe: Recipe) -> bool:
+    return recipe.train.outer is not None and recipe.train.outer.optimizer != "average"
 
 
 def _is_quantized(recipe: Recipe) -> bool:

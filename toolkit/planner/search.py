@@ -1,7 +1,8 @@
-"""Choosing: every proposal is ranked, or refused with a reason; what can't win is not worked out to the end.
+"""Rank the proposals of the strategies: every plan gets an estimate or a refusal, unless it can't win.
 
-Two prunings are safe. Memory grows with the micro-batch, so above one that does not fit none fits. Recompute only adds
-time, so it is not tried where the same plan fits without. `tests/toolkit/test_planner.py` holds both to brute force.
+Two prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not.
+Recompute only adds time, so it is not tried where the same plan fits without it. `tests/planner/test_search.py`
+compares both with brute force.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from toolkit.planner.explain import bottleneck, misfit_reason, would_fit
 from toolkit.plans.plan import Job, Plan, Refusal
 
 DEVICE_SHARE = 0.99
-"""Part of an accelerator's memory that the driver leaves: 79.2 GiB of an H100's or A100's 80."""
+"""Fraction of an accelerator's memory that the driver leaves to the job: 79.2 of 80 GiB on an H100 or A100."""
 HOST_SHARE = 0.9
-"""Part of the host's memory that a plan may use."""
+"""Fraction of host memory that a plan may use."""
 TIE = 0.01
-"""Plans that differ by less are equal, since predictions are no finer: the simpler one goes first."""
+"""Plans within this relative difference are equal, because predictions are not finer; the simpler one comes first."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Option:
     estimate: Estimate
 
     def to_json(self) -> dict[str, Any]:
-        """PLAN of the JSON contract."""
+        """The plan with its estimate, as in plan.json and `toolkit plan --json`."""
         estimate = self.estimate
         return {
             **asdict(self.plan),
@@ -48,7 +49,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """The best plan, the others in order, and what was refused."""
+    """The best plan, all plans in order, and the refusals."""
 
     chosen: Option | None
     ranked: tuple[Option, ...]
@@ -56,7 +57,7 @@ class Decision:
     considered: int
 
     def to_json(self, top: int | None = None) -> dict[str, Any]:
-        """The JSON contract of `toolkit plan`."""
+        """The output of `toolkit plan --json`."""
         return {
             "chosen": self.chosen.to_json() if self.chosen else None,
             "ranked": [option.to_json() for option in self.ranked[:top]],
@@ -74,7 +75,7 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "cost": lambda option: option.plan.devices / option.estimate.tokens_per_second,
     "memory": lambda option: float(option.estimate.memory.total),
 }
-"""What is to be small: tokens a second (negated), seconds a step, device-seconds a token, bytes on a device."""
+"""What to minimise: negative tokens per second, seconds per step, device-seconds per token, bytes per device."""
 
 
 def estimate(plan: Plan, job: Job) -> Estimate:
@@ -96,20 +97,20 @@ def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
 
 
 def fits(used: Memory, job: Job) -> bool:
-    """Whether device and host have room."""
+    """Whether the plan fits on device and host."""
     limit, host_limit = limits(job)
     return used.total <= limit and used.host <= host_limit
 
 
 def limits(job: Job) -> tuple[int, int]:
-    """Bytes that a plan may use on a device and on a node's host."""
+    """Bytes that a plan may use on a device and on the host of a node."""
     device = job.cluster.device
     share = 1.0 if device.backend == "cpu" else DEVICE_SHARE
     return int(device.memory_bytes * share), int(job.cluster.host_memory_bytes * HOST_SHARE)
 
 
 def decide(job: Job, proposals: Iterable[Plan | Refusal], objective: str = "throughput") -> Decision:
-    """Rank what fits; ties go to the simpler plan."""
+    """Rank the plans that fit; on a tie the simpler plan comes first."""
     if objective not in OBJECTIVES:
         raise BadInput("--objective", f"{objective!r} given; one of: {', '.join(OBJECTIVES)}")
     search = Search(job, prune_recompute=objective != "memory")
@@ -119,7 +120,7 @@ def decide(job: Job, proposals: Iterable[Plan | Refusal], objective: str = "thro
 
 
 class Search:
-    """Proposals as they come: options, the nearest misfit of each strategy, and refusals."""
+    """Collects proposals: options that fit, the closest misfit of each strategy, and refusals."""
 
     def __init__(self, job: Job, *, prune: bool = True, prune_recompute: bool = True) -> None:
         self._job = job
@@ -133,7 +134,7 @@ class Search:
         self._considered = 0
 
     def add(self, proposal: Plan | Refusal) -> None:
-        """Estimate a plan, unless it can't win; keep one refusal for each reason."""
+        """Estimate a plan unless it can't win; keep one refusal per strategy and reason."""
         self._considered += 1
         if isinstance(proposal, Refusal):
             self._refused.setdefault((proposal.strategy, proposal.reason), proposal)
@@ -141,7 +142,7 @@ class Search:
             self._estimate(proposal)
 
     def decision(self, objective: Callable[[Option], float]) -> Decision:
-        """The ranking so far."""
+        """The decision over all proposals so far."""
         if not self._options and len(self._nearest) == 1 and self._considered == 1:
             only = next(plan for _, plan, _ in self._nearest.values())  # every axis is fixed: show that plan
             option = Option(only, estimate(only, self._job))
@@ -177,7 +178,7 @@ class Search:
 
 
 def _memory_key(plan: Plan) -> tuple[Any, ...]:
-    """Everything but the micro-batch."""
+    """Everything that memory depends on except the micro-batch."""
     return (
         plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.ep, plan.zero_stage, plan.zero_group,
         plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.recompute,
@@ -185,12 +186,12 @@ def _memory_key(plan: Plan) -> tuple[Any, ...]:
 
 
 def _batch_key(plan: Plan) -> tuple[Any, ...]:
-    """Everything but recompute."""
+    """Everything that memory depends on except recompute."""
     return (*_memory_key(plan)[:-1], plan.micro_batch)
 
 
 def _ranked(options: list[Option], objective: Callable[[Option], float]) -> list[Option]:
-    """Best first; among plans within a tie of the best of their run, the simpler first."""
+    """Best first; plans that tie with the best of their group are sorted by simplicity."""
     ordered = sorted(options, key=lambda option: (objective(option), complexity(option.plan)))
     ranked: list[Option] = []
     start = 0
@@ -205,14 +206,14 @@ def _ranked(options: list[Option], objective: Callable[[Option], float]) -> list
 
 
 def complexity(plan: Plan) -> tuple[int, ...]:
-    """Smaller is simpler."""
+    """Sort key: simpler plans have smaller ones."""
     axes = sum(axis > 1 for axis in (plan.tp, plan.pp, plan.sp, plan.ep, plan.islands))
     extras = (plan.offload != "none") + (plan.zero_variant != "plain") + (plan.zero_quantized != "none")
     return (axes, extras, plan.recompute != "none", plan.zero_stage, plan.grad_accum)
 
 
 def smaller_clusters(job: Job) -> list[Job]:
-    """The job on the whole cluster and on halves of it, for the objective `cost`: fewer devices may cost less."""
+    """The job on the full cluster and on halves of it, for the objective `cost`: fewer devices may cost less."""
     jobs = [job]
     while job.cluster.nodes % 2 == 0:
         job = replace(job, cluster=replace(job.cluster, nodes=job.cluster.nodes // 2))
@@ -221,7 +222,7 @@ def smaller_clusters(job: Job) -> list[Job]:
 
 
 def best_of(decisions: Sequence[Decision], objective: str) -> int:
-    """Which decision has the best plan; the first if none has a plan."""
+    """Index of the decision with the best plan; 0 if none has a plan."""
     worth = OBJECTIVES[objective]
     able = [index for index, decision in enumerate(decisions) if decision.chosen is not None]
     return min(able, key=lambda index: worth(_chosen(decisions[index])), default=0)

@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a plan: one pure function. Nothing is left "auto"; what versions changed is written out."""
+"""The DeepSpeed config of a plan: one pure function. No value is "auto"; defaults that changed are written out."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from toolkit.recipe.schedules import scaled_lr
 from toolkit.recipe.sections import Train
 
 NEVER = 2**31 - 1
-"""Steps between DeepSpeed's own progress lines; we print ours."""
+"""Steps between DeepSpeed's own progress lines: never, because the toolkit prints its own."""
 BUCKET_ELEMENTS = 200_000_000
-"""Elements of a reduction bucket, at most: enough for full bandwidth, 400 MB in bf16. DeepSpeed allocates it whole."""
+"""Largest reduction bucket, in elements: enough for full bandwidth; DeepSpeed allocates all of it, 400 MB in bf16."""
 PERSISTENT_ELEMENTS = 100_000
-"""ZeRO 3 keeps parameters below this size whole on every rank: gathering them costs more than holding them."""
+"""ZeRO 3 keeps parameters below this size on every rank: gathering them costs more than storing them."""
 
 OWN = {"lamb": "Lamb", "lion": "Lion", "lars": "Lars"}
-"""Optimizers that our trainer brings itself; the names are DeepSpeed's, which has kernels for two of them."""
+"""Optimizers that the toolkit implements; the names are DeepSpeed's, which has CUDA kernels for two of them."""
 _ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}
 
 
 def deepspeed_config(
     plan: Plan, train: Train, *, params: int, backend: str, nvme_path: str | None = None
 ) -> dict[str, Any]:
-    """What `deepspeed.initialize` gets. `train_batch_size` is left out: tensor-parallel worlds count it differently."""
+    """The config for `deepspeed.initialize`.
+
+    `train_batch_size` is left out: with `autotp_size`, DeepSpeed 0.19.8 checks it against the world size including
+    tensor-parallel ranks and refuses the true global batch.
+    """
     return {
         "train_micro_batch_size_per_gpu": plan.micro_batch,
         "gradient_accumulation_steps": plan.grad_accum,
-        # 0 until 0.19.2, 1.0 since 0.19.3: always written.
+        # DeepSpeed's default is 0 up to 0.19.2 and 1.0 since 0.19.3; left out, clipping depends on the version.
         "gradient_clipping": float(train.grad_clip),
         **_reduction(train.reduce),
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
         "optimizer": _optimizer(plan, train),
         "zero_optimization": _zero(plan, train.reduce, params, backend, nvme_path),
-        # Our optimizer states live on the host under offload; torch's fused AdamW updates them there,
-        # vectorised and without a compiler, so DeepSpeed's own (built on first use) is not forced.
+        # Under offload, torch's fused AdamW updates the states on the host, vectorised and without a compiler.
+        # DeepSpeed 0.19.8 refuses any optimizer but its own CPU Adam, which it compiles on first use, unless this is
+        # false. The line can go when offload starts with a client optimizer by default.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         **_pipeline(plan),
@@ -48,12 +53,18 @@ def deepspeed_config(
 
 
 def bucket_elements(params: float, parts: int, asked: int | None = None) -> int:
-    """A reduction bucket: one rank's share of the parameters at most, since DeepSpeed allocates it whole."""
-    return min(asked or BUCKET_ELEMENTS, math.ceil(params / parts))
+    """Elements of a reduction bucket: at most one rank's share of the parameters, as DeepSpeed allocates it in full.
+
+    Rounded up to an even number: DeepSpeed 0.19.8 asserts in stage_1_and_2.py that `allgather_bucket_size` is a
+    multiple of `nccl_start_alignment_factor`, which is 2, and ZeRO 1 or 2 of a model with an odd share fails to start.
+    The rounding can go when that assertion has gone.
+    """
+    elements = min(asked or BUCKET_ELEMENTS, math.ceil(params / parts))
+    return elements + elements % 2
 
 
 def _reduction(section: Reduce) -> dict[str, Any]:
-    """What is not said is left to DeepSpeed: the model's precision on the wire."""
+    """Reduction settings of the recipe; DeepSpeed's default reduces in the precision of the model."""
     config: dict[str, Any] = {"prescale_gradients": section.scaling == "pre"}
     if section.predivide is not None:
         config["gradient_predivide_factor"] = section.predivide
@@ -71,7 +82,8 @@ def _optimizer(plan: Plan, train: Train) -> dict[str, Any]:
         return {"type": "Lion", "params": params}
     params["eps"] = train.eps
     if train.optimizer == "adamw":
-        # torch's fused AdamW needs no compiler on any device; DeepSpeed's FusedAdam builds CUDA code on first use.
+        # torch's fused AdamW needs no compiler on any device. DeepSpeed 0.19.8 uses its FusedAdam without `torch_adam`,
+        # which compiles CUDA code on first use and fails where there is no compiler.
         return {"type": "AdamW", "params": {**params, "torch_adam": True, "fused": True}}
     return {"type": {**OWN, **_ONE_BIT}[train.optimizer], "params": params}
 
@@ -84,7 +96,7 @@ def _zero(plan: Plan, reduce: Reduce, params: int, backend: str, nvme_path: str 
     config |= {
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        # Its default depends on the stage and has changed: written out. Streams exist on accelerators only.
+        # Written out because DeepSpeed's default depends on the stage and the version. A CPU has no streams to overlap.
         "overlap_comm": backend != "cpu" if reduce.overlap is None else reduce.overlap,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
@@ -126,7 +138,7 @@ def _variants(plan: Plan) -> dict[str, Any]:
 
 
 def _pipeline(plan: Plan) -> dict[str, Any]:
-    """Tensor ranks send their activations whole: in slices, DeepSpeed takes one tensor only over a border."""
+    """Tensor-parallel ranks send full activations: DeepSpeed 0.19.8 partitions only a single tensor between stages."""
     return {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if plan.pp > 1 else {}
 
 
@@ -144,7 +156,7 @@ def _precision(plan: Plan) -> dict[str, Any]:
     return {
         "bf16": {"enabled": plan.precision == "bf16"},
         "fp16": fp16,
-        # Micro-batches are summed in fp32, so that accumulation loses nothing; without ZeRO, DeepSpeed (0.19) has
-        # only the model's own type for it.
+        # Micro-batches are summed in fp32, so that accumulation does not round. Without ZeRO, DeepSpeed 0.19.8 only
+        # accepts the precision of the model here and raises otherwise.
         "data_types": {"grad_accum_dtype": "fp32" if plan.zero_stage else plan.precision},
     }

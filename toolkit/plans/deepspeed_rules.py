@@ -1,6 +1,6 @@
-"""What a DeepSpeed version can run, as data with the reason in words. Refusals quote it.
+"""What each DeepSpeed version can run: a table of rules, each with the reason that refusals quote.
 
-A newer DeepSpeed is one more row, or a row's `until`.
+A limit of a newer DeepSpeed is a new row; a limit that it lifts is a row's `until`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from toolkit.recipe.batch_sections import Reduce
 
 Version = tuple[int, ...]
 AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
-"""Model types that DeepSpeed (0.19) spreads experts of."""
+"""Model types whose experts AutoEP of DeepSpeed 0.19.8 can distribute."""
 NCCL = ("ring", "tree")
-"""All-reduce algorithms that NCCL lets one choose."""
+"""All-reduce algorithms that NCCL offers."""
 LAYER_WISE = ("lamb", "lars")
-"""Optimizers whose update depends on norms of whole layers."""
+"""Optimizers whose update depends on the norms of complete layers."""
 ONE_BIT = ("onebit_lamb", "zero_one_adam")
 """Optimizers of DeepSpeed before 0.19.7 that compress through NCCL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A combination that can't run."""
+    """A combination that DeepSpeed can't run."""
 
     forbids: Callable[[Plan, Job], bool]
-    """Whether the rule speaks of this plan."""
+    """Whether the rule refuses this plan."""
     reason: str
     """Why, and what to do instead."""
     since: str = "0"
@@ -39,7 +39,7 @@ class Rule:
     until: str = ""
     """First DeepSpeed version without it; empty: none yet."""
     key: str = ""
-    """The recipe's key at fault, where no plan can change it: then it is bad input, before anything is planned."""
+    """The recipe key that causes it, if it does for every plan: reported as bad input before planning."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
-        reason="expert parallel is offered with ZeRO 0 to 2: expert and other parameters are sharded over other groups",
+        reason="expert parallel is offered with ZeRO 0 to 2: experts and other weights have different sharding groups",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
@@ -70,27 +70,27 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
-        reason="offload is offered with data parallel and ZeRO only: parity under tensor or pipeline axes is not shown",
+        reason="offload is offered with data parallel and ZeRO only: parity with tensor or pipeline axes is not proven",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.lora_rank > 0,
-        reason="LoRA adapters are added to whole linear layers; use data_parallel or zero",
+        reason="LoRA adapters need unsplit linear layers; use data_parallel or zero",
     ),
     Rule(
         forbids=lambda plan, job: plan.islands > 1 and plan.precision == "fp16",
-        reason="islands would find loss scales of their own under fp16; use precision bf16 or fp32",
+        reason="under fp16 each island would find its own loss scale; use precision bf16 or fp32",
     ),
     Rule(
         forbids=lambda plan, job: plan.islands > 1 and job.workload.lora_rank > 0,
-        reason="LoRA under local_sgd is not offered: parity of the exchange is not shown for adapters",
+        reason="LoRA under local_sgd is not offered: parity of the exchange is not proven for adapters",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.tp == 1,
-        reason="AutoTP is a way of tensor parallelism; use tp above 1",
+        reason="AutoTP is a form of tensor parallelism; use tp above 1",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.zero_stage == 0,
-        reason="AutoTP without ZeRO tells no gradient norm; use zero_stage 1, 2 or 3",
+        reason="AutoTP without ZeRO reports no gradient norm; use zero_stage 1, 2 or 3",
     ),
     Rule(
         forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.offload != "none" and job.workload.optimizer != "adamw",
-        reason="offload is offered with adamw, whose host update is the one that parity was measured with",
+        reason="offload is offered with adamw only: parity of the host update is measured for it alone; use adamw",
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_variant == "mics",
@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_quantized != "none" and plan.zero_stage != 3,
-        reason="ZeRO++ quantised traffic is part of ZeRO 3; use zero_stage 3",
+        reason="ZeRO++ quantised traffic needs ZeRO 3; use zero_stage 3",
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_quantized != "none" and job.cluster.device.backend != "cuda",
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: plan.recompute == "selective",
-        reason="Hugging Face recomputes whole layers; use recompute: full (sdpa and flash attention store no scores)",
+        reason="Hugging Face recomputes full layers; use recompute: full (sdpa and flash attention store no scores)",
     ),
     Rule(
         forbids=lambda plan, job: plan.precision == "fp16" and job.cluster.device.backend == "cpu",
@@ -167,21 +167,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.pp > 1 or plan.offload != "none"),
-        reason="train.batch_ramp changes the micro-batches of a step, which a pipeline's schedule and offloaded "
-        "gradients are laid out for; use data_parallel, zero without offload, tensor or sequence parallel",
+        reason="train.batch_ramp changes the number of micro-batches per step, which pipelines and offload fix at the "
+        "start; use data_parallel, zero without offload, tensor or sequence parallel",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
-        reason="train.batch_ramp.start is no multiple of micro_batch × dp; use a smaller micro_batch or a larger start",
+        reason="train.batch_ramp.start must be a multiple of micro_batch × dp; use a smaller micro_batch",
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_stage > 0 and _divides(job.workload.reduce),
-        reason="train.reduce.scaling and predivide are for ZeRO 0: DeepSpeed's sharded reductions divide before the "
-        "sum, always; leave them out",
+        reason="train.reduce.scaling and predivide are for ZeRO 0: DeepSpeed's sharded reductions always divide before "
+        "the sum; leave them out",
     ),
     Rule(
         forbids=lambda plan, job: bool(job.workload.reduce.overlap) and job.cluster.device.backend == "cpu",
-        reason="train.reduce.overlap needs device streams, which a CPU has not; leave it out",
+        reason="train.reduce.overlap needs device streams, which a CPU does not have; leave it out",
         key="train.reduce.overlap",
     ),
     Rule(
@@ -191,36 +191,36 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm in NCCL and job.cluster.device.backend != "cuda",
-        reason="train.reduce.algorithm ring and tree are NCCL's; other devices have no choice: use auto",
+        reason="train.reduce.algorithm ring and tree are NCCL algorithms, for NVIDIA devices; use auto",
         key="train.reduce.algorithm",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and not _only_replicas(plan),
-        reason="train.reduce.algorithm hierarchical takes over DeepSpeed's all-reduce, which ZeRO 0 alone uses, "
-        "without other axes; use data_parallel, or algorithm auto",
+        reason="train.reduce.algorithm hierarchical replaces DeepSpeed's all-reduce, which only ZeRO 0 without other "
+        "axes uses; use data_parallel, or algorithm auto",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and job.cluster.nodes == 1,
-        reason="train.reduce.algorithm hierarchical needs several hosts; inside one there is nothing to gain: use auto",
+        reason="train.reduce.algorithm hierarchical needs several hosts; it gains nothing on one host: use auto",
         key="train.reduce.algorithm",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
-        reason="lamb and lars scale updates by norms of whole layers, which tensor, pipeline and expert ranks hold "
-        "parts of; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+        reason="lamb and lars scale updates by the norms of complete layers, but tensor, pipeline and expert ranks "
+        "hold only parts; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
-        reason="onebit_adam averages compressed momentum between whole replicas; use data_parallel (ZeRO 0)",
+        reason="onebit_adam averages compressed momentum between full replicas; use data_parallel (ZeRO 0)",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and job.workload.precision == "fp16",
-        reason="onebit_adam keeps compression errors that a moving loss scale would spoil; use precision bf16 or fp32",
+        reason="onebit_adam keeps compression errors, which a changing loss scale corrupts; use precision bf16 or fp32",
         key="model.precision",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
-        reason="0/1 Adam and 1-bit LAMB were DeepSpeed's, and removed in 0.19.7; use onebit_adam, "
+        reason="DeepSpeed removed 0/1 Adam and 1-bit LAMB in 0.19.7; use onebit_adam, "
         "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
         since="0.19.7",
         key="train.optimizer",
@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and (plan.zero_stage > 0 or plan.pp > 1),
-        reason="1-bit optimizers do their own reduction: ZeRO 0 without a pipeline only",
+        reason="1-bit optimizers do their own reduction; use ZeRO 0 without a pipeline",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and plan.precision != "fp16",
@@ -240,14 +240,16 @@ RULES: tuple[Rule, ...] = (
 )
 
 REFERENCE_VERSION: Version = (0, 19, 8)
-"""What is assumed where DeepSpeed is not installed (a laptop that only plans)."""
+"""Version to assume where DeepSpeed is not installed, e.g. on a laptop that only plans."""
+
+
+UNKEEPABLE = "AutoTP does not report which slice of a parameter a rank holds, so checkpoints can't be written"
+"""Why a plan with AutoTP can't be saved."""
 
 
 def unkeepable(plan: Plan) -> str:
     """Why checkpoints of a plan can't be written; empty if they can."""
-    if plan.tensor_by == "autotp":
-        return "AutoTP does not tell which slice of a parameter a rank holds, so our checkpoints can't be written"
-    return ""
+    return UNKEEPABLE if plan.tensor_by == "autotp" else ""
 
 
 def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
@@ -259,15 +261,15 @@ def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
     return None
 
 
-def job_faults(job: Job, version: Version | None = None) -> list[Problem]:
-    """What no plan could run."""
+def job_problems(job: Job, version: Version | None = None) -> list[Problem]:
+    """Recipe keys that this DeepSpeed can run under no plan."""
     version, any_plan = version or deepspeed_version(), Plan(strategy="any", precision=job.workload.precision)
     found = [rule for rule in RULES if rule.key and _applies(rule, version)]
     return [Problem(rule.key, rule.reason) for rule in found if rule.forbids(any_plan, job)]
 
 
 def pipeline_zero_stages() -> tuple[int, ...]:
-    """ZeRO stages that a pipeline runs with."""
+    """ZeRO stages that DeepSpeed's pipeline engine supports."""
     return (0, 1)
 
 
@@ -287,7 +289,7 @@ def parse_version(text: str) -> Version:
 
 
 def _splits(plan: Plan) -> bool:
-    """Whether the sharding group is a true part of the replicas."""
+    """Whether the sharding group is smaller than the data-parallel group and divides it."""
     return 1 < plan.zero_group < plan.dp and plan.dp % plan.zero_group == 0
 
 
@@ -296,7 +298,7 @@ def _divides(section: Reduce) -> bool:
 
 
 def _can_overlap(plan: Plan) -> bool:
-    """ZeRO 1 in bf16 is a wrapper of its own (BF16_Optimizer), which reduces at the end."""
+    """Whether reduction can overlap: in DeepSpeed 0.19.8, ZeRO 1 in bf16 (BF16_Optimizer) reduces at the end only."""
     return plan.pp == 1 and (plan.zero_stage > 1 or (plan.zero_stage == 1 and plan.precision != "bf16"))
 
 

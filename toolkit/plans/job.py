@@ -1,4 +1,4 @@
-"""From a recipe to a job: the model's shape, the cluster, the workload, the fixed axes."""
+"""Build the job of a recipe: the shape of the model, the cluster, the workload and the fixed axes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from toolkit.clusters.reader import read_cluster
 from toolkit.errors import BadInput, Problem
-from toolkit.models.spec import ModelSpec, load_model_config
-from toolkit.plans.deepspeed_rules import job_faults
+from toolkit.models.spec import load_model_config
+from toolkit.plans.deepspeed_rules import job_problems
 from toolkit.plans.plan import Job, Workload
 from toolkit.plans.task_spec import image_tokens, task_spec
 from toolkit.recipe.batch_sections import Outer
@@ -17,7 +17,7 @@ from toolkit.resources import CONFIGS
 
 
 def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
-    """Everything that planning depends on; `BadInput` where model, data and cluster can't go together."""
+    """Everything that planning depends on; raises `BadInput` if model, data and cluster do not match."""
     config = raw_config(recipe.model)
     job = Job(
         model=task_spec(config, recipe.model),
@@ -37,14 +37,14 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_faults(job), *_unheeded(config), *job_faults(job)]
+    problems = [*_problems(job), *_ignored(config), *job_problems(job)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job
 
 
 def _exchange(outer: Outer) -> dict[str, Any]:
-    """What planning needs to know of the exchange between islands."""
+    """Workload fields that describe the exchange between islands."""
     states = [True, outer.optimizer == "nesterov", outer.mode == "overlap", outer.bits < 32]
     return {
         "exchange_bits": outer.bits,
@@ -54,26 +54,21 @@ def _exchange(outer: Outer) -> dict[str, Any]:
     }
 
 
-def read_model(section: Model) -> ModelSpec:
-    """The spec of the recipe's model."""
-    return task_spec(raw_config(section), section)
-
-
 def raw_config(section: Model) -> Mapping[str, Any]:
-    """The Hugging Face config of the recipe's model, as JSON has it."""
+    """The Hugging Face config of the recipe's model, as plain JSON values."""
     if section.config is not None:
         return section.config
     assert section.path is not None
     return load_model_config(section.path, models_dir=CONFIGS / "models")
 
 
-def _faults(job: Job) -> list[Problem]:
+def _problems(job: Job) -> list[Problem]:
     model, work = job.model, job.workload
     problems = []
     devices = job.cluster.devices
     islands = job.fixed.get("islands", 1)
     if devices % islands:
-        problems.append(Problem("strategy.islands", f"{islands} given; they must divide the {devices} devices"))
+        problems.append(Problem("strategy.islands", f"{islands} given; must divide the {devices} devices"))
     if model.max_positions and work.seq_len > model.max_positions:
         problems.append(
             Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}")
@@ -84,9 +79,9 @@ def _faults(job: Job) -> list[Problem]:
     return problems
 
 
-def _unheeded(config: Mapping[str, Any]) -> list[Problem]:
-    """Switches of a model that would be ignored in silence: our loss is the cross-entropy, under every strategy."""
+def _ignored(config: Mapping[str, Any]) -> list[Problem]:
+    """Model settings that would be ignored silently: the loss is the cross-entropy alone, under every strategy."""
     if config.get("output_router_logits") is True:
-        what = "true given; router losses of mixtures are not part of the loss here; set it to false"
+        what = "true given; router losses are not part of the loss here; set it to false"
         return [Problem("model.config.output_router_logits", what)]
     return []

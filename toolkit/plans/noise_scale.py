@@ -1,8 +1,8 @@
-"""Gradient noise scale: the batch beyond which more sequences a step hardly save steps.
+"""Gradient noise scale: the batch size beyond which more sequences per step hardly save steps.
 
-Two batches of different size estimate the gradient's own square norm and its noise without bias: small ones carry more
-noise (McCandlish et al., "An Empirical Model of Large-Batch Training", appendix A). Both estimates are averaged over
-steps before they are divided, since a ratio of noisy numbers is biased.
+The square norms of gradients over two batch sizes give unbiased estimates of the true square norm and of the noise
+(McCandlish et al., "An Empirical Model of Large-Batch Training", appendix A). Both estimates are averaged over steps
+before their ratio is computed, because a ratio of noisy numbers is biased.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from toolkit.plans.plan import Plan
 
 DECAY = 0.98
-"""Of the running means: about 50 steps."""
+"""Decay of the running means: they cover about 50 steps."""
 
 
 @dataclass
@@ -25,7 +25,7 @@ class NoiseScale:
     _weight: float = 0.0
 
     def add(self, small_square: float, small_batch: float, large_square: float, large_batch: float) -> None:
-        """One step: mean square norm of gradients over `small_batch` sequences, and that over `large_batch`."""
+        """Add one step: the mean square norms of gradients over `small_batch` and over `large_batch` sequences."""
         signal = (large_batch * large_square - small_batch * small_square) / (large_batch - small_batch)
         noise = (small_square - large_square) / (1 / small_batch - 1 / large_batch)
         self._signal = self.decay * self._signal + (1 - self.decay) * signal
@@ -34,20 +34,20 @@ class NoiseScale:
 
     @property
     def sequences(self) -> float | None:
-        """The noise scale, in sequences; None while it can't be told."""
+        """The noise scale, in sequences; None until it can be estimated."""
         if self._weight == 0 or self._signal <= 0 or self._noise <= 0:
             return None
         return self._noise / self._signal
 
 
 def tells_noise(plan: Plan) -> bool:
-    """Whether gradients of two batch sizes pass under a plan: whole models, several micro-batches."""
-    whole = plan.tp * plan.pp * plan.sp * plan.ep * plan.islands == 1
-    return whole and plan.global_batch > plan.micro_batch
+    """Whether a plan sees gradients of two batch sizes: unsplit models and several micro-batches per step."""
+    unsplit = plan.tp * plan.pp * plan.sp * plan.ep * plan.islands == 1
+    return unsplit and plan.global_batch > plan.micro_batch
 
 
 def advice(sequences: float, global_batch: int) -> str:
-    """What the noise scale says of a batch, in a sentence."""
+    """A sentence on what the noise scale means for a batch size."""
     scale = round(sequences)
     if global_batch > 2 * sequences:
         what = f"past {scale:,} sequences more devices buy little: the same loss takes more data, hardly fewer steps"

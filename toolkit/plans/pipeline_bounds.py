@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: whole layers a stage, so that the slowest stage is as fast as it can be."""
+"""Stage bounds of a pipeline: complete layers per stage, with the slowest stage as fast as possible."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolkit.models.spec import ModelSpec
 
 @lru_cache
 def pipeline_bounds(model: ModelSpec, stages: int, seq_len: int) -> tuple[int, ...]:
-    """First layer of each stage, and the number of layers, by FLOPs a token.
+    """First layer of each stage, and the number of layers, balanced by FLOPs per token.
 
-    The head's matrix counts with the last stage; an embedding is a lookup and costs nothing.
+    The output matrix counts towards the last stage; an embedding is a lookup and costs nothing.
     """
     attention = 4.0 * model.heads * model.head_dim * seq_len
     layers = [2.0 * params + attention for params in model.layer_active_params]
@@ -22,14 +22,14 @@ def pipeline_bounds(model: ModelSpec, stages: int, seq_len: int) -> tuple[int, .
 
 
 def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
-    """Bounds for layers of which nothing is known."""
+    """Bounds for layers of equal cost."""
     return balance([1.0] * layers, stages)
 
 
 def balance(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[int, ...]:
-    """Bounds that make the dearest stage as cheap as possible, evenly among equals; `last` comes on top of the last.
+    """Bounds that minimise the cost of the most expensive stage; among equals, the most even ones.
 
-    Every stage has at least one layer.
+    `last` is added to the cost of the last stage. Every stage has at least one layer.
     """
     layers = len(costs)
     assert 1 <= stages <= layers, f"{stages} stages need at least as many layers; there are {layers}"
@@ -47,7 +47,7 @@ def balance(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[
 
 
 def _cheapest_limit(total: Sequence[float], stages: int) -> float:
-    """The lowest limit that every stage can keep."""
+    """The lowest cost limit that every stage can meet."""
     low, high = 0.0, total[-1]
     while high - low > 1e-9 * total[-1]:
         middle = (low + high) / 2
@@ -56,7 +56,7 @@ def _cheapest_limit(total: Sequence[float], stages: int) -> float:
 
 
 def _earliest_starts(total: Sequence[float], stages: int, limit: float) -> list[int]:
-    """The first layer that each stage can begin with, if it and all later ones are to keep the limit."""
+    """The earliest first layer of each stage with which it and all later stages meet the limit."""
     starts, end = [], len(total) - 1
     for stage in reversed(range(stages)):
         start = bisect.bisect_left(total, total[end] - limit)
@@ -67,8 +67,8 @@ def _earliest_starts(total: Sequence[float], stages: int, limit: float) -> list[
     return starts[::-1]
 
 
-def bounds_fault(bounds: Sequence[int], layers: int, stages: int) -> str | None:
-    """Why bounds that someone gave can't be used; None if they can."""
+def bounds_problem(bounds: Sequence[int], layers: int, stages: int) -> str | None:
+    """Why the bounds in a recipe can't be used; None if they can."""
     example = ", ".join(map(str, even_bounds(layers, stages)))
     if len(bounds) != stages + 1:
         return f"{len(bounds)} numbers given; {stages} stages need {stages + 1}, e.g. [{example}]"

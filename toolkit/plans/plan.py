@@ -1,4 +1,4 @@
-"""The plan: closed, frozen data between planning and running. A hybrid is a point in the product of its axes."""
+"""The plan: frozen data between planning and running, one point in the product of all axes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from toolkit.recipe.batch_sections import Reduce
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is to be computed in one step, whatever the strategy."""
+    """What one step has to compute, independent of the strategy."""
 
     global_batch: int
-    """Sequences a step, over all devices."""
+    """Sequences per step, over all devices."""
     seq_len: int
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     precision: str
     """`bf16`, `fp16` or `fp32`."""
     optimizer: str = "adamw"
@@ -30,23 +30,23 @@ class Workload:
     quantized_base: bool = False
     """Whether the frozen weights under the adapters are held in 4 bits (QLoRA)."""
     grad_clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Global gradient norm to clip to; 0: no clipping."""
     exchange_bits: int = 32
-    """Of a number that islands send one another."""
+    """Bits per number in an exchange between islands."""
     exchange_hidden: bool = False
-    """Whether islands train on while they exchange."""
+    """Whether islands keep training during an exchange."""
     exchange_delay_steps: int | None = None
-    """Steps behind which the exchange hides; None: those of a round."""
+    """Steps that an exchange may overlap with; None: one round."""
     exchange_states: int = 1
-    """fp32 copies of the weights that the exchange keeps, shared out over the ranks of an island."""
+    """fp32 copies of the weights that the exchange keeps, sharded over the ranks of an island."""
     reduce: Reduce = field(default_factory=Reduce)
-    """How gradients of replicas are added up."""
+    """How gradients are reduced across replicas."""
     ramp_start: int = 0
-    """Sequences of the first steps where the batch grows; 0: it does not."""
+    """Sequences per step at the start of a batch ramp; 0: no ramp."""
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Tokens per step."""
         return self.global_batch * self.seq_len
 
 
@@ -76,31 +76,31 @@ class Plan:
     sp: int = 1
     """Sequence-parallel ranks of one replica."""
     ep: int = 1
-    """Ranks over which experts are spread, inside the data-parallel ranks."""
+    """Ranks that experts are distributed over, a subset of the data-parallel ranks."""
     zero_stage: int = 0
     """What is sharded over data-parallel ranks: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters."""
     zero_group: int = 1
-    """Ranks that hold one full set of sharded states; `dp` unless a variant keeps copies."""
+    """Ranks that together hold one full set of sharded states; `dp` unless a variant keeps copies."""
     zero_variant: str = "plain"
-    """How a `zero_group` smaller than `dp` is made: `hpz` (second copy of parameters inside a node) or `mics`."""
+    """How a `zero_group` smaller than `dp` works: `hpz` (second copy of parameters inside a node) or `mics`."""
     zero_quantized: str = "none"
     """ZeRO++ traffic in 8 or 4 bits: `none`, `weights`, `gradients` or `both`."""
     offload: str = "none"
     """Optimizer states on `cpu` or `nvme`; `*_params`: parameters too."""
     micro_batch: int = 1
-    """Sequences that one replica computes at a time."""
+    """Sequences that one replica processes at a time."""
     grad_accum: int = 1
-    """Micro-batches a step; in a pipeline, those in flight."""
+    """Micro-batches per step."""
     recompute: str = "none"
-    """Activations kept (`none`), attention cores dropped (`selective`), only layer inputs kept (`full`)."""
+    """Keep all activations (`none`), drop those of attention (`selective`), or keep layer inputs only (`full`)."""
     precision: str = "bf16"
     """Data type of the forward and backward pass."""
     tensor_by: str = "slices"
-    """Who cuts matrices for tensor parallelism: the toolkit (`slices`) or DeepSpeed's AutoTP (`autotp`)."""
+    """What shards matrices for tensor parallelism: the toolkit (`slices`) or DeepSpeed's AutoTP (`autotp`)."""
     islands: int = 1
-    """Groups that synchronise only every `local_steps` steps."""
+    """Groups of devices that synchronise only every `local_steps` steps."""
     local_steps: int = 1
-    """Steps between two exchanges of islands."""
+    """Steps between two exchanges between islands."""
     pipeline_bounds: tuple[int, ...] = ()
     """First layer of each pipeline stage, and the number of layers; empty without a pipeline."""
 
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step."""
+        """Sequences per step."""
         return self.islands * self.dp * self.micro_batch * self.grad_accum
 
     def describe(self) -> str:
@@ -140,7 +140,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A plan, or a whole strategy, that can't be used, and why."""
+    """Why a plan, or all plans of a strategy, can't be used."""
 
     strategy: str
     reason: str
@@ -148,6 +148,6 @@ class Refusal:
 
 
 BLOCK = 2048
-"""Elements that share one scale: small enough that layers of different size do not drown each other."""
+"""Elements that share one scale in 1-bit compression: few enough that large values do not swamp small ones."""
 ONE_BIT_BYTES = 1 / 8 + 4 / BLOCK
-"""Of an element: its sign, and its part of an fp32 scale."""
+"""Bytes per element in 1-bit compression: its sign, and its part of an fp32 scale."""

@@ -1,4 +1,4 @@
-"""Verdicts of the float64 twin, kept between runs: planning refuses what has failed, without importing torch."""
+"""Cached verdicts of the float64 split proof: planning refuses splits that failed it, without importing torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from toolkit.recipe.sections import Model
 
 CACHE = Path.home() / ".cache" / "zero-toolkit" / "proofs.json"
 MOST_STAGES = 3
-"""A first, a middle and a last stage: more are alike."""
+"""A first, a middle and a last stage; further stages are like the middle one."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a split gives the whole model's loss and gradients."""
+    """Whether a split model gives the loss and gradients of the unsplit one."""
 
     ok: bool
     reason: str = ""
@@ -30,7 +30,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a proof depends on, of a plan."""
+    """The axes of a plan that a proof depends on."""
 
     tp: int
     pp: int
@@ -39,31 +39,31 @@ class Axes:
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
-        """Of a plan."""
+        """The axes of a plan; more than `MOST_STAGES` stages count as that many."""
         return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by)
 
     @property
     def split(self) -> bool:
-        """Whether there is anything to prove."""
+        """Whether the model is split at all."""
         return self.tp * self.pp * self.sp > 1
 
 
 class Proofs:
-    """The cache file: a lost or broken one only costs time."""
+    """The cache file of verdicts. A lost or damaged file only costs time."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or CACHE
         self._known: dict[str, dict[str, Any]] | None = None
 
     def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
-        """What is known of a recipe's model, with its raw config, under these axes."""
+        """The cached verdict on a recipe's model, given its raw config, under these axes; None if there is none."""
         if self._known is None:
             self._known = self._read()
         found = self._known.get(_key(config, section, axes))
         return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
 
     def put(self, config: Mapping[str, Any], section: Model, axes: Axes, verdict: Verdict) -> None:
-        """Remember a verdict."""
+        """Store a verdict."""
         self._known = self._read() | {_key(config, section, axes): asdict(verdict)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class Proofs:
             part.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
             part.replace(self._path)
         except OSError:
-            return  # a read-only home: the next run proves again
+            return  # read-only home directory: the next run proves it again
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
@@ -82,7 +82,7 @@ class Proofs:
 
 
 def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:
-    """Proposals, with those refused whose split is known to be wrong."""
+    """The proposals; plans whose split is known to be wrong become refusals."""
     known: dict[Axes, Verdict | None] = {}
     for proposal in proposals:
         if isinstance(proposal, Plan) and Axes.of(proposal).split:
@@ -97,7 +97,7 @@ def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdic
 
 
 def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
-    """Depends on type, task, switches, libraries and the twin; sizes do not change how a model splits."""
+    """Cache key: model type, task, flags, library versions and tiny sizes. Sizes do not change how a model splits."""
     flags = {key: value for key, value in config.items() if isinstance(value, bool | str)}
     libraries = [_version(name) for name in _LIBRARIES]
     how = [section.attention, section.task, asdict(axes)]

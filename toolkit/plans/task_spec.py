@@ -1,4 +1,4 @@
-"""The planner's view of models that are no causal language models: classifiers, vision, encoder-decoders. Pure."""
+"""Model specs for tasks other than causal language modelling: classifiers, vision models, encoder-decoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.models.spec import ModelSpec, read_model_config
 from toolkit.recipe.sections import Model
 
 DEFAULT_LABELS = 2
-"""Of a Hugging Face config that names no classes."""
+"""Number of classes of a Hugging Face config that names none."""
 VIT = {
     "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
     "image_size": 224, "patch_size": 16, "num_channels": 3,
@@ -24,11 +24,11 @@ BART = {
 }  # fmt: skip
 T5_BUCKETS = 32
 Reader = Callable[[Mapping[str, Any], int], ModelSpec]
-"""From a config and a number of classes."""
+"""Reads a config and a number of classes into a spec."""
 
 
 def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
-    """The shape of the recipe's model with the head that its task gives it."""
+    """The spec of the recipe's model with the head of its task."""
     if section.task == "classification":
         return _classifier(read_model_config(config), num_labels(config, section))
     if section.task == "image-classification":
@@ -39,13 +39,13 @@ def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
 
 
 def num_labels(config: Mapping[str, Any], section: Model) -> int:
-    """Classes of the head."""
+    """Number of classes of the head."""
     named = config.get("id2label")
     return int(section.num_labels or config.get("num_labels") or len(named or ()) or DEFAULT_LABELS)
 
 
 def image_tokens(config: Mapping[str, Any]) -> int:
-    """Patches that the model cuts an image into, and the token that stands for all."""
+    """Tokens per image: its patches and the class token."""
     sizes = _sizes(config, VIT)
     return (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
 
@@ -80,10 +80,11 @@ def _vit(config: Mapping[str, Any], labels: int) -> ModelSpec:
     tokens = image_tokens(config)
     bias = 3 * width if config.get("qkv_bias", True) else 0
     layer = 4 * width * width + width + bias + _mlp(width, inner) + 4 * width
-    return _spec(
-        "vit", width=width, heads=s["num_attention_heads"], ffn=inner, vocab=labels, positions=tokens,
-        layers=[layer] * s["num_hidden_layers"], head=2 * width + (width + 1) * labels,
-        embedding=(tokens + 1) * width + (s["patch_size"] ** 2 * s["num_channels"] + 1) * width,
+    return _dense(
+        [layer] * s["num_hidden_layers"], model_type="vit", hidden=width, heads=s["num_attention_heads"],
+        head_dim=width // s["num_attention_heads"], ffn=inner, gated_mlp=False, vocab=labels, max_positions=tokens,
+        tied_embeddings=False, head_params=2 * width + (width + 1) * labels,
+        embedding_params=(tokens + 1) * width + (s["patch_size"] ** 2 * s["num_channels"] + 1) * width,
     )  # fmt: skip
 
 
@@ -98,9 +99,10 @@ def _t5(config: Mapping[str, Any], labels: int) -> ModelSpec:
     layers[0] += bias
     layers[s["num_layers"]] += bias
     table = s["vocab_size"] * width  # transformers ties the head to it, whatever tie_word_embeddings says
-    return _spec(
-        "t5", width=width, heads=s["num_heads"], ffn=s["d_ff"], vocab=s["vocab_size"], positions=0, layers=layers,
-        head=2 * width, embedding=table, head_dim=s["d_kv"], gated=gated, tied=True,
+    return _dense(
+        layers, model_type="t5", hidden=width, heads=s["num_heads"], head_dim=s["d_kv"], ffn=s["d_ff"],
+        gated_mlp=gated, vocab=s["vocab_size"], max_positions=0, tied_embeddings=True, head_params=2 * width,
+        embedding_params=table,
     )  # fmt: skip
 
 
@@ -110,11 +112,11 @@ def _bart(config: Mapping[str, Any], labels: int) -> ModelSpec:
     attention = 4 * width * (width + 1) + 2 * width
     encoder = attention + _mlp(width, s["encoder_ffn_dim"]) + 2 * width
     decoder = 2 * attention + _mlp(width, s["decoder_ffn_dim"]) + 2 * width
-    return _spec(
-        "bart", width=width, heads=s["encoder_attention_heads"], ffn=s["encoder_ffn_dim"], vocab=s["vocab_size"],
-        positions=s["max_position_embeddings"], head=0, tied=True,
-        layers=[encoder] * s["encoder_layers"] + [decoder] * s["decoder_layers"],
-        embedding=table + 2 * (s["max_position_embeddings"] + 2 + 2) * width,
+    return _dense(
+        [encoder] * s["encoder_layers"] + [decoder] * s["decoder_layers"], model_type="bart", hidden=width,
+        heads=s["encoder_attention_heads"], head_dim=width // s["encoder_attention_heads"], ffn=s["encoder_ffn_dim"],
+        gated_mlp=False, vocab=s["vocab_size"], max_positions=s["max_position_embeddings"], tied_embeddings=True,
+        head_params=0, embedding_params=table + 2 * (s["max_position_embeddings"] + 2 + 2) * width,
     )  # fmt: skip
 
 
@@ -122,24 +124,9 @@ def _mlp(width: int, inner: int) -> int:
     return 2 * width * inner + inner + width
 
 
-def _spec(
-    kind: str,
-    *,
-    width: int,
-    heads: int,
-    ffn: int,
-    vocab: int,
-    positions: int,
-    layers: list[int],
-    head: int,
-    embedding: int,
-    head_dim: int = 0,
-    gated: bool = False,
-    tied: bool = False,
-) -> ModelSpec:
+def _dense(layers: list[int], **shape: Any) -> ModelSpec:
+    """A model without experts whose keys and values have as many heads as its queries; `layers` are parameters."""
+    params = tuple(layers)
     return ModelSpec(
-        model_type=kind, layers=len(layers), hidden=width, heads=heads, kv_heads=heads,
-        head_dim=head_dim or width // heads, ffn=ffn, gated_mlp=gated, vocab=vocab, max_positions=positions,
-        tied_embeddings=tied, embedding_params=embedding, layer_params=tuple(layers),
-        layer_active_params=tuple(layers), head_params=head,
-    )  # fmt: skip
+        layers=len(params), layer_params=params, layer_active_params=params, kv_heads=shape["heads"], **shape
+    )

@@ -1,4 +1,4 @@
-"""Values of the axes that a recipe may fix: one home for recipe keys, plans and strategies."""
+"""Allowed values of the axes that a recipe may fix: the one home for recipe keys, plans and strategies."""
 
 from __future__ import annotations
 

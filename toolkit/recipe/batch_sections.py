@@ -1,4 +1,4 @@
-"""Sections of the recipe on gradients and batches: how replicas add up, how a batch grows, how islands meet."""
+"""Recipe sections on gradients and batches: gradient reduction, batch ramp, exchange between islands."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from toolkit.recipe.schema import number
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce:
-    """How the gradients of replicas are added up. What a plan would not use is refused."""
+    """How gradients are reduced across replicas. A plan that would ignore a setting is refused."""
 
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Type on the wire; default: `model.precision`. A narrower one than that rounds: the result differs a little."""
+    """Data type on the wire; default: `model.precision`. A narrower type rounds, so losses differ slightly."""
     bucket_elements: int | None = number(None, least=1)
-    """Elements that are reduced at a time; default: one rank's share of the model, at most 200 million."""
+    """Elements per reduction bucket; default: one rank's share of the model, at most 200 million."""
     scaling: Literal["pre", "post"] | None = None
-    """Divide by the replicas before or after the sum; for ZeRO 0, `post` by default. ZeRO always divides before."""
+    """Divide by the number of replicas before or after the sum (ZeRO 0; default `post`). ZeRO 1 to 3 divide before."""
     predivide: float | None = number(None, above=0)
-    """With `post`: part of the division that comes before the sum, so that 16 bits do not overflow; default 1."""
+    """With `post`: divide by this factor before the sum already, so that 16-bit sums do not overflow; default 1."""
     overlap: bool | None = None
-    """Whether buckets travel beside the backward pass; default: with ZeRO on accelerators."""
+    """Whether buckets are reduced during the backward pass; default: true with ZeRO on accelerators."""
     algorithm: Literal["auto", "ring", "tree", "hierarchical"] = "auto"
-    """`ring`, `tree`: NCCL's; `hierarchical`: inside each host first, then shards between hosts (ZeRO 0)."""
+    """`ring`, `tree`: NCCL algorithms; `hierarchical`: first inside each host, then shards between hosts (ZeRO 0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
-    """A global batch that starts small and doubles: small batches learn more from each token early on."""
+    """A global batch that starts small and doubles: early in training, small batches learn more per token."""
 
     start: int = number(least=1)
-    """Sequences of the first steps: `global_batch` halved once or more often."""
+    """Sequences per step at the start: `global_batch` halved one or more times."""
     stage_steps: int = number(least=1)
     """Steps at each size before the batch doubles."""
 
 
-def one_bit_faults(
+def one_bit_problems(
     optimizer: str, freeze_steps: int | None, grad_clip: float, strategy: str, zero_stage: int | None
 ) -> Iterator[Problem]:
-    """What compression can't do without, and can't do."""
+    """Missing, unused and conflicting settings of the 1-bit optimizer."""
     if optimizer != "onebit_adam":
         if freeze_steps is not None:
             yield Problem("train.freeze_steps", f"unused with optimizer {optimizer}; remove it, or use onebit_adam")
         return
     if freeze_steps is None:
-        yield Problem("train.freeze_steps", "required with onebit_adam: steps of plain Adam before it compresses")
+        yield Problem("train.freeze_steps", "required with onebit_adam: steps of plain Adam before compression starts")
     if grad_clip:
-        what = f"{grad_clip:g} given; under onebit_adam no rank has the whole gradient to clip: use 0"
+        what = f"{grad_clip:g} given; under onebit_adam no rank has the full gradient to clip; use 0"
         yield Problem("train.grad_clip", what)
     if strategy not in ("auto", "data_parallel") or zero_stage:
         key, given = ("strategy.zero_stage", zero_stage) if zero_stage else ("strategy.name", strategy)
-        what = f"{given} given; onebit_adam averages compressed momentum between whole replicas: use data_parallel"
+        what = f"{given} given; onebit_adam averages compressed momentum between full replicas; use data_parallel"
         yield Problem(key, what)
 
 
-def ramp_faults(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:
-    """A ramp that does not arrive at the global batch."""
+def ramp_problems(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:
+    """A batch ramp that does not lead to the global batch."""
     if ramp is None:
         return
     times, rest = divmod(global_batch, ramp.start)
@@ -71,36 +71,37 @@ def ramp_faults(ramp: BatchRamp | None, global_batch: int) -> Iterator[Problem]:
         yield Problem("train.batch_ramp.start", f"{what}; use {' or '.join(sizes) or 'an even global_batch'}")
 
 
-def reduce_faults(section: Reduce) -> Iterator[Problem]:
-    """What can't be whatever the plan."""
+def reduce_problems(section: Reduce) -> Iterator[Problem]:
+    """Conflicting settings of the reduction, under any plan."""
     if section.predivide is not None and section.scaling == "pre":
         yield Problem(
-            "train.reduce.predivide", "unused with scaling pre, which divides by everything before; remove it"
+            "train.reduce.predivide",
+            "unused with scaling pre, which divides completely before the sum; remove it",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """How islands of `local_sgd` come together after `local_steps` steps."""
+    """How islands of `local_sgd` exchange weights after `local_steps` steps."""
 
     optimizer: Literal["average", "nesterov"] = "average"
-    """`average`: every island goes on from the mean (local SGD); `nesterov`: the mean change is a gradient (DiLoCo)."""
+    """`average`: islands continue from the mean (local SGD); `nesterov`: the mean change is a gradient (DiLoCo)."""
     lr: float = number(0.7, above=0)
     """Outer learning rate of `nesterov`."""
     momentum: float = number(0.9, least=0, most=1)
     """Outer momentum of `nesterov`."""
     mode: Literal["wait", "overlap", "async"] = "wait"
-    """`overlap`: islands train on while they exchange, and the mean counts late; `async`: nobody ever waits."""
+    """`wait`: islands wait for the exchange; `overlap`: they train on and apply the mean late; `async`: no barrier."""
     delay_steps: int | None = number(None, least=1)
-    """`overlap`: steps after which a round's mean counts; the fewer, the nearer to synchronous training, but from the
-    first that is too few for the link islands wait for it; default: `local_steps`, a round."""
+    """`overlap`: steps after which the mean of a round is applied; default: `local_steps`, one round. Fewer steps keep
+    islands closer to synchronous training; if the exchange takes longer, islands wait for it."""
     bits: Literal[32, 8, 4] = 32
-    """Of a number on the link; 8 and 4 keep what rounding takes and send it later (error feedback)."""
+    """Bits per number on the link; with 8 and 4, rounding errors are kept and sent later (error feedback)."""
     max_staleness: int = number(8, least=1)
-    """`async`: how many rounds of others an island may miss before they wait for it."""
+    """`async`: rounds of other islands that an island may miss before they wait for it."""
 
 
-def outer_faults(outer: Outer | None) -> Iterator[Problem]:
-    """What can't be whatever the plan."""
+def outer_problems(outer: Outer | None) -> Iterator[Problem]:
+    """Conflicting settings of the exchange between islands, under any plan."""
     if outer is not None and outer.delay_steps is not None and outer.mode != "overlap":
         yield Problem("train.outer.delay_steps", f"unused with mode {outer.mode}; remove it, or use mode overlap")

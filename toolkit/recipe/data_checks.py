@@ -1,4 +1,4 @@
-"""Faults of the data section that single keys can't show. Pure."""
+"""Checks of the data section that involve several keys."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ PACKED_FORMATS = ("text", "instruction", "chat")
 
 
 def task_of(kind: Format) -> Task:
-    """The model that a format trains."""
+    """The task that a data format trains."""
     if kind in ("classification", "image-classification", "seq2seq"):
         return kind
     return "causal-lm"
 
 
 def source_weights(path: str | dict[str, float]) -> dict[str, float]:
-    """Sources with their weights."""
+    """The sources of `data.path` with their weights; a single source has weight 1."""
     return {path: 1.0} if isinstance(path, str) else path
 
 
-def data_faults(data: Data, train: Train, model: Model) -> Iterator[Problem]:
-    """What does not go together."""
-    yield from _mixture_faults(data)
+def data_problems(data: Data, train: Train, model: Model) -> Iterator[Problem]:
+    """Conflicting, unused and missing settings of the data section."""
+    yield from _mixture_problems(data)
     if model.task is not None and model.task != task_of(data.format):
         yield Problem("model.task", f"{model.task} given; data.format {data.format} trains {task_of(data.format)}")
     if data.packing_method == "stream" and data.format != "text":
-        yield Problem("data.packing_method", f"stream given; it is for data.format text, not for {data.format}")
+        yield Problem("data.packing_method", f"stream given; it needs data.format text, not {data.format}")
     if model.num_labels is not None and "classification" not in data.format:
         yield Problem("model.num_labels", f"unused with data.format {data.format}; remove it")
     if data.context_column is not None and data.format != "instruction":
         yield Problem("data.context_column", f"unused with data.format {data.format}; remove it")
-    yield from _eval_faults(data, train)
-    yield from _streaming_faults(data, train)
+    yield from _eval_problems(data, train)
+    yield from _streaming_problems(data, train)
 
 
-def _mixture_faults(data: Data) -> Iterator[Problem]:
+def _mixture_problems(data: Data) -> Iterator[Problem]:
     if not isinstance(data.path, dict):
         return
     if not data.path:
@@ -52,7 +52,7 @@ def _mixture_faults(data: Data) -> Iterator[Problem]:
             yield Problem("data.path", "synthetic text can't be part of a mixture; give files or hub ids")
 
 
-def _streaming_faults(data: Data, train: Train) -> Iterator[Problem]:
+def _streaming_problems(data: Data, train: Train) -> Iterator[Problem]:
     if not data.streaming:
         return
     if train.epochs is not None:
@@ -60,12 +60,12 @@ def _streaming_faults(data: Data, train: Train) -> Iterator[Problem]:
     if data.format not in PACKED_FORMATS or not data.packing:
         yield Problem("data.streaming", f"needs packing and one of {', '.join(PACKED_FORMATS)}")
     if data.eval_fraction:
-        yield Problem("data.eval_fraction", "a stream can't be split; give data.eval_path")
+        yield Problem("data.eval_fraction", "a stream can't be split; use data.eval_path")
     if data.path == "synthetic":
-        yield Problem("data.streaming", "synthetic data is no stream; remove it")
+        yield Problem("data.streaming", "synthetic data can't be streamed; remove it")
 
 
-def _eval_faults(data: Data, train: Train) -> Iterator[Problem]:
+def _eval_problems(data: Data, train: Train) -> Iterator[Problem]:
     held_out = data.eval_path is not None or data.eval_fraction > 0
     if data.eval_path is not None and data.eval_fraction > 0:
         yield Problem("data", "eval_path and eval_fraction exclude each other; give one of them")

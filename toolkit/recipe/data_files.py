@@ -1,4 +1,4 @@
-"""Which local files a recipe's data path means. Pure, so that a wrong path is found before anything starts."""
+"""Local files that `data.path` refers to. Imports nothing heavy, so a wrong path is reported before a run starts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from toolkit.errors import BadInput
 TABLE_FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 TEXT_FORMATS = (".txt", ".md", ".py", ".text")
 IMAGE_FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-BUILT_IN = ("synthetic", "python-stdlib")
 _NO_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?")
 
 
 def data_files(path: str) -> list[Path] | None:
-    """The files, sorted; None if the path is a hub id. `BadInput` if there is nothing to read."""
+    """The files, sorted; None if the path is a hub id. Raises `BadInput` if there is nothing to read."""
     if path == "python-stdlib":
         return _stdlib()
     found = _local(path)
@@ -30,7 +29,7 @@ def data_files(path: str) -> list[Path] | None:
     files = sorted(p for p in found if p.is_file() and p.suffix in (*TABLE_FORMATS, *TEXT_FORMATS))
     if not files:
         known = ", ".join((*TEXT_FORMATS, *TABLE_FORMATS))
-        raise BadInput("data.path", f"{path}: no data file; these are read: {known}")
+        raise BadInput("data.path", f"{path}: no data file found; supported types: {known}")
     unreadable = [p for p in files if not os.access(p, os.R_OK)]
     if unreadable:
         raise BadInput("data.path", f"{unreadable[0]} can't be read; check its permissions")
@@ -40,7 +39,7 @@ def data_files(path: str) -> list[Path] | None:
 
 
 def image_folders(path: str) -> dict[str, list[Path]]:
-    """Class → images, for a directory with a directory a class; empty if it is none."""
+    """Class → images, for a directory with one subdirectory per class; empty for any other path."""
     root = Path(path).expanduser()
     if not root.is_dir():
         return {}
@@ -64,9 +63,11 @@ def _local(path: str) -> list[Path] | None:
 
 
 def _stdlib() -> list[Path]:
-    """The Python standard library's sources on this machine: real text that needs no download."""
+    """Source files of this machine's Python standard library: real text without a download."""
     found = []
     for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inner[:] = [name for name in inner if name not in _NO_LIBRARY]  # not even looked into: they hold most files
+        inner[:] = [
+            name for name in inner if name not in _NO_LIBRARY
+        ]  # skip these early: they contain most of the files
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(path for path in found if path.stat().st_size)

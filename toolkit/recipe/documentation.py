@@ -1,4 +1,4 @@
-"""The recipe's documentation, read from the docstrings under its fields."""
+"""Documentation of the recipe keys, read from the docstrings under the fields of the sections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.recipe.sections import Recipe
 
 @dataclass(frozen=True)
 class Key:
-    """One recipe key for a person."""
+    """One recipe key as shown to users."""
 
     path: str
     kind: str
@@ -24,7 +24,7 @@ class Key:
 
 
 def recipe_keys(section: type = Recipe, prefix: str = "") -> Iterator[Key]:
-    """All keys, depth first."""
+    """All recipe keys, depth first."""
     meanings = _meanings(section)
     hints = typing.get_type_hints(section)
     for f in fields(section):
@@ -53,7 +53,7 @@ def _default(f: Field[typing.Any]) -> str:
 
 
 def _meanings(section: type) -> dict[str, str]:
-    """Field name → the string that stands under it."""
+    """Field name → the docstring under it."""
     body = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}

@@ -1,4 +1,4 @@
-"""Recipe files: YAML and `key=value` overrides in, a checked `Recipe` out; and back."""
+"""Read recipe files with `key=value` overrides into a checked `Recipe`, and write recipes back."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInput, Problem
-from toolkit.recipe.batch_sections import one_bit_faults, outer_faults, ramp_faults, reduce_faults
-from toolkit.recipe.data_checks import data_faults, task_of
+from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
+from toolkit.recipe.data_checks import data_problems, task_of
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
@@ -24,7 +24,7 @@ _OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)=(
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a file with overrides; `BadInput` with every fault at once."""
+    """The recipe of a file with overrides; raises `BadInput` that lists every problem."""
     given = read_yaml(path)
     if given is None:
         raise BadInput(str(path), "the file is empty; a recipe needs at least `model:` with `path` or `config`")
@@ -34,18 +34,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def make_recipe(given: dict[str, Any], overrides: Sequence[str] = (), *, source: str = "recipe") -> Recipe:
-    """The recipe of a mapping with overrides."""
+    """The recipe of a mapping with overrides; raises `BadInput` that lists every problem."""
     problems: list[Problem] = []
     merged = copy.deepcopy(given)
     for override in overrides:
         _apply(merged, override, problems)
     secrets = list(secret_faults(merged))
-    if secrets:  # before any message shows a value
+    if secrets:  # first, before another message shows the value
         raise BadInput(source, secrets)
     recipe = build(Recipe, merged, "", problems)
     if problems:
         raise BadInput(source, problems)
-    problems = _cross_faults(recipe)
+    problems = _cross_problems(recipe)
     if problems:
         raise BadInput(source, problems)
     return _resolved(recipe)
@@ -57,7 +57,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def as_mapping(recipe: Recipe) -> dict[str, Any]:
-    """What `make_recipe` makes an equal recipe of."""
+    """A mapping from which `make_recipe` builds an equal recipe."""
     mapping: dict[str, Any] = _plain(asdict(recipe))
     return mapping
 
@@ -86,23 +86,27 @@ def _apply(given: dict[str, Any], override: str, problems: list[Problem]) -> Non
     target[keys[-1]] = value
 
 
-def _cross_faults(recipe: Recipe) -> list[Problem]:
-    """What single fields can't show."""
-    faults = [*_model_faults(recipe), *_train_faults(recipe.train), *_strategy_faults(recipe.strategy)]
+def _cross_problems(recipe: Recipe) -> list[Problem]:
+    """Problems that involve several keys."""
+    problems = [*_model_problems(recipe), *_train_problems(recipe.train), *_strategy_problems(recipe.strategy)]
     train, strategy = recipe.train, recipe.strategy
-    faults += one_bit_faults(train.optimizer, train.freeze_steps, train.grad_clip, strategy.name, strategy.zero_stage)
-    faults += data_faults(recipe.data, recipe.train, recipe.model)
+    problems += one_bit_problems(
+        train.optimizer, train.freeze_steps, train.grad_clip, strategy.name, strategy.zero_stage
+    )
+    problems += data_problems(recipe.data, recipe.train, recipe.model)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
-        faults.append(Problem("name", what))
+        problems.append(Problem("name", what))
     if recipe.metrics.noise_scale and recipe.train.optimizer == "onebit_adam":
-        faults.append(Problem("metrics.noise_scale", "needs reduced gradients, which onebit_adam has not; use adamw"))
+        problems.append(
+            Problem("metrics.noise_scale", "needs reduced gradients, which onebit_adam does not have; use adamw")
+        )
     if not recipe.output.strip():
-        faults.append(Problem("output", "empty; a directory is required"))
-    return faults
+        problems.append(Problem("output", "empty; give a directory"))
+    return problems
 
 
-def _model_faults(recipe: Recipe) -> Iterator[Problem]:
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.path is None and model.config is None:
         yield Problem("model", "neither path nor config given; give one of them")
@@ -115,10 +119,10 @@ def _model_faults(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")
 
 
-def _train_faults(train: Train) -> Iterator[Problem]:
-    yield from reduce_faults(train.reduce)
-    yield from outer_faults(train.outer)
-    yield from ramp_faults(train.batch_ramp, train.global_batch)
+def _train_problems(train: Train) -> Iterator[Problem]:
+    yield from reduce_problems(train.reduce)
+    yield from outer_problems(train.outer)
+    yield from ramp_problems(train.batch_ramp, train.global_batch)
     if train.steps is not None and train.epochs is not None:
         yield Problem("train", "steps and epochs exclude each other; give one of them")
     if train.steps is None and train.epochs is None:
@@ -135,7 +139,7 @@ def _train_faults(train: Train) -> Iterator[Problem]:
         yield Problem("train.warmup", what)
 
 
-def _strategy_faults(strategy: StrategySection) -> Iterator[Problem]:
+def _strategy_problems(strategy: StrategySection) -> Iterator[Problem]:
     to_disk = (strategy.offload or "").startswith("nvme")
     if to_disk and strategy.nvme_path is None:
         yield Problem("strategy.nvme_path", "required with nvme offload: a directory on the fast disk")
@@ -144,7 +148,7 @@ def _strategy_faults(strategy: StrategySection) -> Iterator[Problem]:
 
 
 def _resolved(recipe: Recipe) -> Recipe:
-    """The same recipe with the defaults that depend on other keys written out."""
+    """The recipe with defaults that depend on other keys filled in."""
     init = recipe.model.init or ("pretrained" if recipe.model.path else "scratch")
     task = recipe.model.task or task_of(recipe.data.format)
     return replace(recipe, model=replace(recipe.model, init=init, task=task))

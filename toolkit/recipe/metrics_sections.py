@@ -1,4 +1,4 @@
-"""Recipe sections of what is recorded, and where it goes."""
+"""Recipe sections on metrics: what is recorded, and which sinks get it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit.recipe.schema import number
 
 @dataclass(frozen=True, kw_only=True)
 class Wandb:
-    """One W&B run a job. The key comes from `wandb login` or WANDB_API_KEY, never from here."""
+    """One W&B run per job. The API key comes from `wandb login` or WANDB_API_KEY, never from the recipe."""
 
     project: str = "zero-toolkit"
     """W&B project."""
@@ -29,9 +29,9 @@ class Trace:
     """A torch profiler trace, for Perfetto or chrome://tracing."""
 
     steps: tuple[int, ...]
-    """First and last step, e.g. [10, 12]; from 3 on."""
+    """First and last step, e.g. [10, 12]; the first must be at least 3."""
     ranks: tuple[int, ...] = (0,)
-    """Ranks that are profiled."""
+    """Ranks to profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,20 +39,20 @@ class Metrics:
     """What is recorded."""
 
     every: int = number(10, least=1)
-    """Steps between two lines on the console; files get every step."""
+    """Steps between two console lines; files get every step."""
     console: bool = True
     """Whether rank 0 shows progress."""
     detail_every: int = number(10, least=0)
-    """Steps between two looks at all ranks, collectives and device counters; 0: none, and steps are not split."""
+    """Steps between two detailed records (all ranks, collectives, device counters); 0: none, and no step breakdown."""
     wandb: Wandb = field(default_factory=Wandb)
     """Weights & Biases."""
     tensorboard: bool = False
     """Whether TensorBoard files are written to the run directory."""
     sinks: tuple[str, ...] = ()
-    """Your own: `module:Class`, or entry points of `toolkit.sinks`; see docs/metrics.md."""
+    """Your own sinks: `module:Class`, or entry points of `toolkit.sinks`; see docs/metrics.md."""
     noise_scale: bool = False
-    """Whether the gradient noise scale is measured, under `data_parallel` and `zero`: what batch would be too large."""
+    """Measure the gradient noise scale, which shows when a batch is too large; `data_parallel` and `zero` only."""
     sample_ids: bool = False
-    """Whether each record names the samples of its step, as all ranks tell them: to check the order of a run."""
+    """Whether each record lists the sample ids of its step, gathered from all ranks, to check the data order."""
     trace: Trace | None = None
-    """Steps to look at operation by operation."""
+    """Steps to profile operator by operator."""

@@ -1,4 +1,4 @@
-"""Learning rate over steps, as a factor of the peak: a pure function."""
+"""Learning-rate schedule as a factor of the peak, and the batch size of every step. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Schedule:
     min_ratio: float
     batches: Batches
     power: float = 0.0
-    """How the learning rate follows a batch that grows."""
+    """Exponent by which the learning rate follows a growing batch: 0, 0.5 or 1."""
 
     def factor(self, step: int) -> float:
-        """Factor for the update number `step`, counted from 0."""
+        """Factor for update number `step`, counted from 0."""
         share = self.batches.size(step) / self.batches.full
         return self._shape(step) * math.pow(share, self.power)
 
@@ -51,19 +51,19 @@ def make_schedule(train: Train, steps: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Batches:
-    """A batch that doubles every so many steps until it is full; without a ramp it is full from the start."""
+    """Batch size per step: constant, or doubling every `stage_steps` steps until it is full."""
 
     full: int
     ramp: BatchRamp | None = None
 
     def size(self, step: int) -> int:
-        """Sequences of a step, counted from 0."""
+        """Sequences in step number `step`, counted from 0."""
         if self.ramp is None:
             return self.full
         return self.ramp.start << min(step // self.ramp.stage_steps, self._doublings)
 
     def before(self, step: int) -> int:
-        """Sequences of all steps before one."""
+        """Sequences in all steps before number `step`."""
         if self.ramp is None:
             return step * self.full
         stage, rest = divmod(step, self.ramp.stage_steps)
@@ -72,7 +72,7 @@ class Batches:
         return first + ((stage - grown) * self.ramp.stage_steps + rest) * self.size(step)
 
     def steps_for(self, samples: int) -> int:
-        """Steps that use up so many sequences; the last may be partial."""
+        """Steps needed to consume `samples` sequences; the last step may be partial."""
         if self.ramp is None:
             return -(-samples // self.full)
         grown = self.ramp.stage_steps * self._doublings

@@ -1,4 +1,4 @@
-"""Mappings into frozen dataclasses, strictly: every fault is collected with its key path."""
+"""Build frozen dataclasses from mappings, strictly: every problem is collected with its key path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.errors import Problem
 
 T = TypeVar("T")
 INVALID: Any = object()
-"""Stands for a value that had a fault; the fault is in the list."""
+"""Placeholder for a value with a problem; the problem itself is in the list."""
 
 
 def number(
@@ -26,7 +26,7 @@ def number(
 
 
 def build(cls: type[T], given: Any, path: str, problems: list[Problem]) -> T:
-    """An instance of `cls` from a mapping; faults are appended to `problems`, and `INVALID` returned."""
+    """An instance of `cls` from a mapping; on problems, appends them to `problems` and returns `INVALID`."""
     if not isinstance(given, Mapping):
         problems.append(Problem(path or "recipe", f"{show(given)} given; a mapping of keys is required"))
         return typing.cast(T, INVALID)
@@ -48,7 +48,7 @@ def build(cls: type[T], given: Any, path: str, problems: list[Problem]) -> T:
 
 
 def _check(kind: Any, value: Any, path: str, f: Field[Any], problems: list[Problem]) -> Any:
-    """`value` as `kind`, or `INVALID` and one more problem."""
+    """`value` converted to `kind`; on a problem, appends it and returns `INVALID`."""
     options = [kind]
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         options = list(typing.get_args(kind))
@@ -57,10 +57,10 @@ def _check(kind: Any, value: Any, path: str, f: Field[Any], problems: list[Probl
             return build(typing.cast(type, option), value, path, problems)
         result = _scalar(option, value)
         if result is not INVALID:
-            fault = _range_fault(result, f)
-            if fault:
-                problems.append(Problem(path, f"{show(value)} given; {fault}"))
-            return INVALID if fault else result
+            wrong = _range_problem(result, f)
+            if wrong:
+                problems.append(Problem(path, f"{show(value)} given; {wrong}"))
+            return INVALID if wrong else result
     problems.append(Problem(path, _mismatch(value, options)))
     return INVALID
 
@@ -89,7 +89,7 @@ def _items(kind: Any, value: Any) -> Any:
 
 
 def _as_float(value: Any) -> Any:
-    """Numbers, and `3e-4`, which YAML 1.1 reads as text."""
+    """A number, or text such as `3e-4`, which YAML 1.1 does not read as a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return INVALID
     try:
@@ -99,7 +99,7 @@ def _as_float(value: Any) -> Any:
     return result if math.isfinite(result) else INVALID
 
 
-def _range_fault(value: Any, f: Field[Any]) -> str | None:
+def _range_problem(value: Any, f: Field[Any]) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     least, above, most = (f.metadata.get(name) for name in ("least", "above", "most"))
@@ -122,7 +122,7 @@ def _mismatch(value: Any, options: list[Any]) -> str:
 
 
 def words(kind: Any) -> str:
-    """A type in words for a person."""
+    """A type in words, for messages."""
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
@@ -137,7 +137,7 @@ def _unknown(key: str, known: Mapping[str, Any], path: str) -> str:
 
 
 def nearest(given: str, known: list[str], of: str | None = None) -> str:
-    """`; did you mean X?`, or what there is if nothing is near."""
+    """`; did you mean X?`, or a list of the known names if none is close."""
     close = difflib.get_close_matches(of or given, known, n=1, cutoff=0.75)
     if close:
         return f"; did you mean {close[0]}?"
@@ -150,6 +150,6 @@ def join(path: str, key: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value for a message, not longer than a line."""
+    """A value for a message, shortened to 60 characters."""
     text = "nothing" if value is None else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

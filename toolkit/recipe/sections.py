@@ -1,4 +1,4 @@
-"""The recipe: what a person writes. One frozen dataclass a section; each field is documented under itself."""
+"""The recipe: one frozen dataclass per section. The docstring under a field is its help text and documentation."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OptimizerName = Literal["adamw", "lamb", "lars", "lion", "sgd", "onebit_adam", "
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters instead of all weights."""
+    """Train low-rank adapters instead of all weights."""
 
     rank: int = number(16, least=1)
     """Rank of each adapter."""
     alpha: float = number(32.0, above=0)
-    """Scale of the adapters, relative to the rank."""
+    """Scale of the adapters; the effective scale is alpha / rank."""
     dropout: float = number(0.0, least=0, most=1)
     """Dropout before each adapter."""
     targets: tuple[str, ...] | str = "auto"
-    """Module names that get an adapter; `auto`: every linear layer but the head."""
+    """Module names that get an adapter; `auto`: every linear layer except the head."""
     quantize: Literal["none", "4bit"] = "none"
-    """`4bit`: the frozen base in 4 bits (QLoRA); needs the extra `qlora`, pretrained weights and ZeRO below 3."""
+    """`4bit`: frozen base weights in 4 bits (QLoRA); needs the extra `qlora`, pretrained weights and ZeRO 0 to 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +43,17 @@ class Model:
     init: Literal["pretrained", "scratch"] | None = None
     """Weights to start from; default: `pretrained` with `path`, `scratch` with `config`."""
     precision: Precision = "bf16"
-    """Data type of the forward and backward pass; masters and moments are fp32."""
+    """Data type of the forward and backward pass; master weights and moments are fp32."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation; `auto`: what transformers chooses."""
+    """Attention implementation; `auto`: transformers chooses."""
     lora: Lora | None = None
     """Train adapters only."""
     task: Task | None = None
-    """What the model is for: which head it gets; default: what `data.format` needs."""
+    """Task of the model, which decides its head; default: the task that `data.format` needs."""
     num_labels: int | None = number(None, least=1)
-    """Classes of a classification head; default: the config's."""
+    """Classes of a classification head; default: from the config."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources that you trust."""
+    """Run Python code that comes with the model; only for sources you trust."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,110 +64,110 @@ class Data:
     """Hub id (`id` or `id:config`), file, glob or directory (txt, jsonl, csv, parquet, arrow), `synthetic`, or
     `python-stdlib`; a mapping of such sources to weights mixes them."""
     format: Format = "text"
-    """What a row is, and what of it is learned; see docs/data.md."""
+    """What a row contains, and which part of it is trained on; see docs/data.md."""
     tokenizer: str | None = None
-    """Hub id or directory of a tokenizer, or `bytes`; default: the model's."""
+    """Hub id or directory of a tokenizer, or `bytes`; default: the tokenizer of the model."""
     seq_len: int = number(512, least=2)
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     packing: bool = True
     """Fill sequences with several documents instead of padding; for text, instruction and chat."""
     packing_method: Literal["auto", "best_fit", "stream"] = "auto"
-    """`best_fit`: documents do not see each other; `stream`: one stream of text cut at `seq_len`, for pre-training;
-    `auto`: best_fit, or with text a stream if the model's type can't keep documents apart."""
+    """`best_fit`: documents do not attend to each other; `stream`: one text stream cut every `seq_len` tokens, for
+    pre-training; `auto`: best_fit, or stream for text if the model type can't keep documents apart."""
     long_documents: Literal["split", "truncate"] = "split"
-    """What happens to documents longer than `seq_len`; without packing they are truncated."""
+    """What to do with documents longer than `seq_len`; without packing they are always truncated."""
     text_column: str = "text"
-    """Column with the text: text, classification."""
+    """Column with the text (text, classification)."""
     messages_column: str = "messages"
-    """Column with the messages: chat. A column `tools` goes to the chat template, too."""
+    """Column with the messages (chat). A `tools` column is passed to the chat template, too."""
     prompt_column: str = "prompt"
-    """Column with what is asked: instruction, seq2seq."""
+    """Column with the prompt (instruction, seq2seq)."""
     context_column: str | None = None
-    """Column with more of what is asked, which may be empty: instruction."""
+    """Column with additional context for the prompt, which may be empty (instruction)."""
     response_column: str = "response"
-    """Column with what is answered: instruction, seq2seq."""
+    """Column with the response (instruction, seq2seq)."""
     label_column: str = "label"
-    """Column with the class, a number or a name: classification, image-classification."""
+    """Column with the class, a number or a name (classification, image-classification)."""
     image_column: str = "image"
-    """Column with the image, a path or bytes: image-classification. A directory of classes needs no columns."""
+    """Column with the image, a path or bytes (image-classification). A directory per class needs no columns."""
     eval_path: str | None = None
-    """Held-out data for `train.eval_every`; or give `eval_fraction`."""
+    """Held-out data for `train.eval_every`; or set `eval_fraction`."""
     eval_fraction: float = number(0.0, least=0, most=0.5)
-    """Share of the documents that is held out for `train.eval_every`."""
+    """Fraction of the documents held out for `train.eval_every`."""
     streaming: bool = False
-    """Read the source while training, for what does not fit the disk; needs packing and `train.steps`."""
+    """Read the source during training, for data that does not fit on disk; needs packing and `train.steps`."""
     workers: int | None = number(None, least=1)
-    """Processes that tokenise; default: the cores of this machine."""
+    """Processes that tokenise; default: one per core of this machine."""
     cache: str = "~/.cache/zero-toolkit/data"
-    """Directory of tokenised data, shared by all ranks and runs."""
+    """Directory for tokenised data, shared by all ranks and runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Optimisation, the same under every strategy."""
+    """Optimisation settings, which mean the same under every strategy."""
 
     global_batch: int = number(64, least=1)
-    """Sequences a step, over all devices."""
+    """Sequences per step, over all devices."""
     critical_batch: int | None = number(None, least=1)
-    """Sequences beyond which a larger batch hardly saves steps; `toolkit scale` warns where it is passed."""
+    """Batch size, in sequences, beyond which a larger batch hardly saves steps; `toolkit scale` warns above it."""
     steps: int | None = number(None, least=1)
-    """Steps to train; or give `epochs`."""
+    """Steps to train; or set `epochs`."""
     epochs: float | None = number(None, above=0)
-    """Passes over the data; or give `steps`."""
+    """Passes over the data; or set `steps`."""
     optimizer: OptimizerName = "adamw"
-    """Update rule; `lamb` and `lars` scale each layer's update by its norms; momentum of `lars` is the first beta."""
+    """Update rule. `lamb` and `lars` scale each layer's update by its norms; `lars` takes its momentum from `betas`."""
     freeze_steps: int | None = number(None, least=1)
-    """Steps before `onebit_adam` compresses; needed by it. Longer than the warm-up of the learning rate is best."""
+    """Steps before `onebit_adam` compresses (required by it); best longer than the learning-rate warm-up."""
     lr: float = number(3e-4, above=0)
     """Peak learning rate."""
     betas: tuple[float, ...] = (0.9, 0.999)
-    """Decay of the two moments."""
+    """Decay rates of the two moments."""
     eps: float = number(1e-8, above=0)
-    """Added to the second moment's root."""
+    """Added to the square root of the second moment."""
     weight_decay: float = number(0.0, least=0)
     """Decoupled weight decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows `global_batch` relative to `base_batch`."""
     base_batch: int | None = number(None, least=1)
-    """Batch that `lr` was chosen for; needed by `lr_scaling`."""
+    """Batch size that `lr` was tuned for; required by `lr_scaling`."""
     batch_ramp: BatchRamp | None = None
-    """A batch that grows; with `lr_scaling` the learning rate follows the batch of each step."""
+    """Start with a smaller batch and grow it; with `lr_scaling`, the learning rate follows the batch of each step."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
     min_lr_ratio: float = number(0.1, least=0, most=1)
-    """Last learning rate over the peak, for `cosine` and `linear`."""
+    """Final learning rate relative to the peak, for `cosine` and `linear`."""
     warmup: float = number(0.03, least=0)
-    """Fraction of all steps if below 1, else steps."""
+    """Warm-up: a fraction of all steps if below 1, otherwise a number of steps."""
     grad_clip: float = number(1.0, least=0)
-    """Largest global gradient norm; 0: no clipping."""
+    """Clip gradients to this global norm; 0: no clipping."""
     grad_reduce: Literal["mean", "sum"] = "mean"
-    """Gradient of the mean loss over counted tokens, or of the sum over sequences."""
+    """Gradient of the mean loss over counted tokens, or that mean times the number of sequences in the batch."""
     reduce: Reduce = field(default_factory=Reduce)
-    """How gradients of replicas are added up."""
+    """How gradients are reduced across replicas."""
     outer: Outer | None = None
-    """Exchange between the islands of `local_sgd`; default: average."""
+    """Exchange between the islands of `local_sgd`; default: average the weights."""
     seed: int = number(0, least=0, most=2**31 - 1)
     """Seed of weights, data order and dropout."""
     eval_every: int = number(0, least=0)
-    """Steps between two evaluations on held-out data; 0: none. The best checkpoint is kept."""
+    """Steps between two evaluations on held-out data; 0: never. The best checkpoint is kept."""
     eval_samples: int | None = number(None, least=1)
-    """Most held-out samples of an evaluation; default: all."""
+    """Maximum number of held-out samples per evaluation; default: all."""
     hang_timeout_seconds: float = number(600.0, above=0)
-    """No rank gets anything done for so long: the run ends, and the rank that holds the others up is named."""
+    """Abort the run if no rank makes progress for this long, and report the rank that the others wait for."""
     on_oom: Literal["stop", "replan"] = "stop"
-    """Out of device memory: stop and show the next plan, or go on under it from the last checkpoint."""
+    """If a device runs out of memory: stop and show the next plan, or resume with it from the last checkpoint."""
     on_spike: Literal["ignore", "rewind"] = "ignore"
-    """A loss `spike_factor` times the usual: `rewind` goes back to the last checkpoint and skips the batches since."""
+    """On a loss spike (see `spike_factor`): `rewind` restores the last checkpoint and skips the batches since then."""
     spike_factor: float = number(3.0, above=1)
-    """How far above the median of the last 20 steps a loss is a spike; used with `on_spike: rewind`."""
+    """A loss this many times the median of the last 20 steps is a spike; used with `on_spike: rewind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySection:
-    """How the work is spread. Any axis may be fixed; the planner fills the rest."""
+    """How the work is distributed. Any axis may be fixed; the planner chooses the rest."""
 
     name: str = "auto"
-    """`auto` or a name of `toolkit strategies`."""
+    """`auto`, or a name from `toolkit strategies`."""
     dp: int | None = number(None, least=1)
     """Data-parallel replicas."""
     tp: int | None = number(None, least=1)
@@ -181,95 +181,95 @@ class StrategySection:
     zero_stage: Literal[0, 1, 2, 3] | None = None
     """What ZeRO shards: 1 optimizer states, 2 + gradients, 3 + parameters."""
     zero_group: int | None = number(None, least=1)
-    """Ranks that hold one full set of sharded states."""
+    """Ranks that together hold one full set of sharded states."""
     zero_variant: ZeroVariant | None = None
-    """How a smaller `zero_group` is made: ZeRO++ hpZ or MiCS."""
+    """How a `zero_group` smaller than `dp` is implemented: ZeRO++ hpZ or MiCS."""
     zero_quantized: ZeroQuantized | None = None
-    """ZeRO++ quantised traffic."""
+    """ZeRO++: which traffic is quantised."""
     offload: Offload | None = None
-    """Optimizer states on the host's memory or disk; `*_params`: parameters too."""
+    """Keep optimizer states in host memory or on NVMe; `*_params`: parameters, too."""
     nvme_path: str | None = None
-    """Directory on the fast disk, for `nvme` offload."""
+    """Directory on a local NVMe disk, for `nvme` offload."""
     micro_batch: int | None = number(None, least=1)
-    """Sequences that one replica computes at a time."""
+    """Sequences that one replica processes at a time."""
     grad_accum: int | None = number(None, least=1)
-    """Micro-batches a step."""
+    """Micro-batches per step."""
     recompute: Recompute | None = None
-    """Which activations are computed again in the backward pass."""
+    """Which activations are recomputed in the backward pass."""
     tensor_by: TensorBy | None = None
-    """Who cuts matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
+    """What shards matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
     islands: int | None = number(None, least=1)
     """Groups that synchronise every `local_steps` steps."""
     local_steps: int | None = number(None, least=1)
-    """Steps between two exchanges of islands."""
+    """Steps between two exchanges between islands."""
     pipeline_bounds: tuple[int, ...] | None = None
     """First layer of each pipeline stage, and the number of layers, e.g. [0, 3, 6]; default: balanced by time."""
 
     def fixed(self) -> dict[str, Any]:
-        """The axes that are given: plan field → value."""
+        """The axes that the recipe fixes: plan field → value."""
         return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
 
 
 AXES = tuple(f.name for f in fields(StrategySection) if f.name not in ("name", "nvme_path"))
-"""Axes of a plan that a recipe may fix under `strategy`: the fields of `Plan` but its strategy and precision."""
+"""Axes of a plan that a recipe may fix under `strategy`: the fields of `Plan` except strategy and precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSection:
-    """A cluster, inline."""
+    """A cluster, described inline or in a cluster file."""
 
     device: str
-    """Kind of device, as in `toolkit strategies --devices`; `cpu` for processes on the host."""
+    """Device kind, as listed by `toolkit strategies --devices`; `cpu` for processes on the host."""
     nodes: int = number(1, least=1)
     """Number of nodes."""
     devices_per_node: int = number(8, least=1)
-    """Devices of a node."""
+    """Devices per node."""
     intra_gb_per_second: float | None = number(None, above=0)
-    """Between two devices of one node, gigabytes a second, one direction; default: the kind's."""
+    """Bandwidth between two devices of a node, GB/s in one direction; default: that of the device kind."""
     inter_gbps_per_device: float | None = number(None, above=0)
-    """Network of one device, gigabit a second; default: the kind's."""
+    """Network bandwidth per device, Gbit/s; default: that of the device kind."""
     host_memory_gib: float | None = number(None, above=0)
-    """Memory of one node's host."""
+    """Host memory per node, GiB."""
     nvme_gib: float = number(0.0, least=0)
-    """Fast local disk of one node."""
+    """Local NVMe disk space per node, GiB."""
     memory_gib: float | None = number(None, above=0)
-    """Memory of one device; default: the kind's."""
+    """Memory of one device, GiB; default: that of the device kind."""
     matmul_tflops: float | None = number(None, above=0)
-    """Sustained matmul rate of one device, as `toolkit probe` measures it; default: the kind's."""
+    """Sustained matmul TFLOP/s of one device, as `toolkit probe` measures it; default: that of the device kind."""
     memory_gb_per_second: float | None = number(None, above=0)
-    """Bandwidth of a device's own memory; default: the kind's."""
+    """Memory bandwidth of one device, GB/s; default: that of the device kind."""
     latency_us: float | None = number(None, above=0)
-    """Start-up of a collective inside a node, microseconds."""
+    """Start-up time of a collective inside a node, microseconds."""
     inter_latency_us: float | None = number(None, above=0)
-    """Start-up of a collective across nodes, microseconds."""
+    """Start-up time of a collective across nodes, microseconds."""
     sites: int = number(1, least=1)
-    """Places that the nodes are split over, with a slow link between them; must divide `nodes`."""
+    """Sites (data centres, providers) with a slow link between them; must divide `nodes`."""
     site_gbps: float | None = number(None, above=0)
-    """Link between two sites, gigabit a second; required with `sites`."""
+    """Bandwidth of the link between two sites, Gbit/s; required with `sites`."""
     site_latency_ms: float = number(30.0, least=0)
-    """Start-up of a collective across sites, milliseconds."""
+    """Start-up time of a collective across sites, milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Saving and going on."""
+    """Saving and resuming."""
 
     every: int = number(0, least=0)
-    """Steps between two checkpoints; 0: none."""
+    """Steps between two checkpoints; 0: never."""
     keep: int = number(3, least=1)
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     resume: str = "auto"
-    """`auto`: go on from the newest checkpoint of the run directory; `none`; or a checkpoint's path."""
+    """`auto`: resume from the newest checkpoint of the run directory; `none`: start afresh; or a checkpoint path."""
     asynchronous: bool = False
-    """Copy the state to host memory and write it while training goes on; needs host memory for the copy."""
+    """Copy the state to host memory and write it while training continues; needs host memory for the copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A whole training job."""
+    """A complete training job."""
 
     name: str = "run"
-    """Letters, digits, `.`, `_`, `-`: names the run directory and the W&B run."""
+    """Name of the run directory and of the W&B run: letters, digits, `.`, `_`, `-`."""
     model: Model
     """The Hugging Face model."""
     data: Data = field(default_factory=Data)
@@ -277,12 +277,12 @@ class Recipe:
     train: Train = field(default_factory=Train)
     """Optimisation."""
     strategy: StrategySection = field(default_factory=StrategySection)
-    """How the work is spread."""
+    """How the work is distributed."""
     cluster: str | ClusterSection = "auto"
     """`auto` (this machine), a name in configs/clusters, a path, or a mapping."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """Saving and going on."""
+    """Saving and resuming."""
     metrics: Metrics = field(default_factory=Metrics)
     """What is recorded."""
     output: str = "runs"
-    """Directory of run directories."""
+    """Directory that contains the run directories."""

@@ -1,4 +1,4 @@
-"""Reading YAML that a person wrote: safe, strict about duplicate keys, one clear message for every fault."""
+"""Read YAML written by people: safe loader, no duplicate keys, one clear message per problem."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_ALIASES = 100
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """`SafeLoader` that refuses what plain YAML swallows: duplicate keys, and aliases without end."""
+    """`SafeLoader` that also rejects duplicate keys and alias bombs, which PyYAML accepts."""
 
     aliases = 0
 
@@ -30,13 +30,13 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in getattr(node, "value", []) if isinstance(node, yaml.MappingNode) else []:
             key = str(key_node.value)
             if key in seen and key != "<<":
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value of a YAML text; `BadInput` that names `source` if it is not plain YAML."""
+    """The value of a YAML text; raises `BadInput` that names `source` if it is not plain YAML."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """A small text file; `BadInput` if there is none or it can't be read."""
+    """Contents of a small text file; raises `BadInput` if it is missing or can't be read."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise BadInput(str(path), f"larger than {MAX_BYTES:,} bytes; a recipe or cluster file is small")

@@ -13,9 +13,7 @@ from toolkit.reports.reader import RecordedRun, settled
 from toolkit.run_dir.predicted_vs_measured import ComparisonRow, compare
 from toolkit.run_dir.step_parts import MEMORY
 from toolkit.secrets import redact
-
-GIB = 2**30
-MIB = 2**20
+from toolkit.units import GIB, MIB
 
 
 def facts(run: RecordedRun) -> dict[str, str]:

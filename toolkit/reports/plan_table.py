@@ -11,9 +11,7 @@ from rich.table import Table
 from toolkit.planner.explain import bottleneck
 from toolkit.planner.search import Decision, Option
 from toolkit.plans.plan import Refusal
-
-GIB = 2**30
-
+from toolkit.units import GIB
 
 NOT_SYNCHRONOUS = "the result of local_sgd is not that of synchronous training: islands drift apart between exchanges"
 

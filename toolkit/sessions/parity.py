@@ -16,13 +16,8 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.metrics_sections import Metrics, Wandb
 from toolkit.recipe.sections import Recipe, StrategySection
 from toolkit.run_dir.layout import RunDir
-from toolkit.run_dir.trajectory import Trajectory, largest_difference
+from toolkit.run_dir.trajectory import LOSS_TOLERANCE, NORM_TOLERANCE, Trajectory, largest_difference
 from toolkit.sessions.resolve import explain, resolve
-
-LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-2}
-"""Largest relative difference of the loss at any step."""
-NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}
-"""Largest relative difference of the gradient norm: Adam hides wrong scales from the loss, not from the norm."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from toolkit.errors import BadInput, NoPlanFits, Problem
 from toolkit.launching.launchers import accelerate_config
 from toolkit.planner import search
 from toolkit.planner.explain import caveats
-from toolkit.planner.recipe_rules import _keepable
+from toolkit.planner.recipe_rules import keepable
 from toolkit.planner.search import Decision, Option
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.job import make_job, raw_config
@@ -96,7 +96,7 @@ def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughp
     jobs = search.smaller_clusters(job) if objective == "cost" else [job]
     known = _known(recipe)
     decisions = [
-        search.decide(one, judged(_keepable(recipe, strategies.propose(one, name)), known), objective) for one in jobs
+        search.decide(one, judged(keepable(recipe, strategies.propose(one, name)), known), objective) for one in jobs
     ]
     best = search.best_of(decisions, objective)
     return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
@@ -107,7 +107,7 @@ def apart(resolved: Resolved) -> str:
     recipe, chosen = resolved.recipe, resolved.decision.chosen
     if recipe.strategy.name != "auto" or chosen is None or resolved.job.cluster.sites == 1:
         return ""
-    proposals = _keepable(recipe, strategies.propose(resolved.job, "local_sgd"))
+    proposals = keepable(recipe, strategies.propose(resolved.job, "local_sgd"))
     found = search.decide(resolved.job, proposals).chosen
     if found is None or found.estimate.tokens_per_second < WORTH_SAYING * chosen.estimate.tokens_per_second:
         return ""

@@ -24,6 +24,7 @@ from toolkit.sessions import async_islands, ray
 from toolkit.sessions.async_islands import IslandArguments
 from toolkit.sessions.hosts import launch_run
 from toolkit.sessions.resolve import Resolved, resolve
+from toolkit.units import GIB
 
 
 def start(
@@ -146,7 +147,6 @@ def _fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
 
 LESS = 0.9
 """A plan is leaner if it needs at most this part of the memory: predictions are no finer."""
-GIB = 2**30
 
 
 def leaner(resolved: Resolved) -> Option | None:

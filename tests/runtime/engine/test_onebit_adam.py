@@ -48,9 +48,9 @@ def test_16_bits_compress_too(train: Trainer) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("train.grad_clip=1", "train.freeze_steps=2"), "no rank has the whole gradient"),
-        (("train.grad_clip=0", "train.freeze_steps=2", "strategy.name=zero"), "between whole replicas"),
-        (("train.grad_clip=0", "train.freeze_steps=2", "strategy.zero_stage=1"), "between whole replicas"),
+        (("train.grad_clip=1", "train.freeze_steps=2"), "no rank has the full gradient"),
+        (("train.grad_clip=0", "train.freeze_steps=2", "strategy.name=zero"), "between full replicas"),
+        (("train.grad_clip=0", "train.freeze_steps=2", "strategy.zero_stage=1"), "between full replicas"),
         (("train.grad_clip=0", "train.freeze_steps=2", "model.precision=fp16"), "moving loss scale"),
         (("train.grad_clip=0",), "required with onebit_adam"),
         (("train.grad_clip=0", "train.freeze_steps=2", "metrics.noise_scale=true"), "needs reduced gradients"),

@@ -22,7 +22,7 @@ def test_two_processes_measure_and_the_planner_reads_it(tmp_path: Path) -> None:
     assert set(found.collectives) == set(COLLECTIVES)
     assert all(set(times) == set(SIZES) and min(times.values()) > 0 for times in found.collectives.values())
     path = tmp_path / "own.yaml"
-    path.write_text(cluster_yaml(host_bytes=8 * 2**30, **vars(found)))
+    path.write_text(cluster_yaml(found, host_bytes=8 * 2**30))
     assert from_file(path).devices == 2
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from toolkit.models.architectures.terms import Experts, Flag, Term, Total, attention, mlp, norms, nothing, total
@@ -69,30 +69,51 @@ SEQ2SEQ_NAMES = {
 """Keys of the decoder half of an encoder-decoder model."""
 
 
-def decoder(
-    *,
-    bias: Flag = False,
-    out_bias: Flag | None = None,
-    qk_norm: str = "",
-    qk_norm_if: Flag = True,
-    norm_count: int | Total = 2,
-    vectors: int = 1,
-    matrices: int = 3,
-    mlp_bias: Flag = False,
-    attend: Term | None = None,
-    feed_forward: Term | None = None,
-    extra: Term = nothing,
-    final: Total | None = None,
-    **rest: Any,
-) -> Architecture:
-    """A Llama-like row: grouped attention, norms of `vectors` each, a gated MLP, a final norm."""
-    term = attend or attention(bias, out_bias, qk_norm, qk_norm_if)
+@dataclass(frozen=True, kw_only=True)
+class DecoderLayer:
+    """A Llama-like layer: grouped attention, norms and one MLP."""
+
+    bias: Flag = False
+    """Whether the query, key and value projections have biases."""
+    out_bias: Flag | None = None
+    """Whether the output projection has a bias; None: as `bias`."""
+    qk_norm: str = ""
+    """Norms of queries and keys: `head`, `head+bias`, `all`, `hidden`, or none."""
+    qk_norm_if: Flag = True
+    """Whether those norms exist."""
+    norm_count: int | Total = 2
+    """Norms over the residual stream."""
+    vectors: int = 1
+    """Vectors of each norm: 1 for a scale, 2 for scale and bias, 0 for neither."""
+    matrices: int = 3
+    """Matrices of the MLP: 3 with a gate, 2 without."""
+    mlp_bias: Flag = False
+    """Whether the MLP has biases."""
+    attend: Term | None = None
+    """Replaces the attention that the fields above describe."""
+    feed_forward: Term | None = None
+    """Replaces the MLP that the fields above describe."""
+    extra: Term = nothing
+    """Anything else in the layer."""
+
+    def without_mlp(self) -> Term:
+        """Parameters of attention, norms and extras."""
+        attend = self.attend or attention(self.bias, self.out_bias, self.qk_norm, self.qk_norm_if)
+        return total(attend, norms(self.norm_count, self.vectors), self.extra)
+
+
+_LAYER_OPTIONS = frozenset(option.name for option in fields(DecoderLayer))
+
+
+def decoder(*, final: Total | None = None, **options: Any) -> Architecture:
+    """A Llama-like row with a final norm; `options` are fields of `DecoderLayer` or of `Architecture`."""
+    layer = DecoderLayer(**{key: value for key, value in options.items() if key in _LAYER_OPTIONS})
     return Architecture(
-        layer=total(term, norms(norm_count, vectors), extra),
-        mlp=feed_forward or mlp(matrices, mlp_bias),
-        gated=matrices == 3,
-        final=final or (lambda shape: vectors * shape.hidden),
-        **rest,
+        layer=layer.without_mlp(),
+        mlp=layer.feed_forward or mlp(layer.matrices, layer.mlp_bias),
+        gated=layer.matrices == 3,
+        final=final or (lambda shape: layer.vectors * shape.hidden),
+        **{key: value for key, value in options.items() if key not in _LAYER_OPTIONS},
     )
 
 

@@ -19,6 +19,7 @@ from toolkit.launching.hostfile import Host
 from toolkit.runtime.hosts.agent_link import HostLink
 from toolkit.runtime.hosts.fleet import Fleet
 from toolkit.runtime.hosts.ray_channel import RayChannel, reason
+from toolkit.units import MIB
 
 CONNECT_SECONDS = 30.0
 """Time to connect to a cluster. Ray (2.40 and later) would try for minutes."""
@@ -26,7 +27,7 @@ PLACE_SECONDS = 60.0
 """Time for devices to become free."""
 ACTOR_SECONDS = 60.0
 """Time for Ray to start a process on a node."""
-STORE_BYTES = 80 * 2**20
+STORE_BYTES = 80 * MIB
 """Object store of a cluster that we start; only short lines go through it."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
 

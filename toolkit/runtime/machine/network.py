@@ -12,6 +12,8 @@ import socket
 import psutil
 import torch
 
+from toolkit.units import GIB
+
 
 def interface_towards(address: str) -> str | None:
     """The interface that this host uses to reach an address; None if it is loopback or unknown."""
@@ -55,7 +57,7 @@ def _line(nvml: object, index: int) -> str:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle).total  # type: ignore[attr-defined]
     links = sum(_active(nvml, handle, link) for link in range(18))
     name = nvml.nvmlDeviceGetName(handle)  # type: ignore[attr-defined]
-    return f"device {index}: {name}, {memory / 2**30:.1f} GiB, {links} NVLinks up"
+    return f"device {index}: {name}, {memory / GIB:.1f} GiB, {links} NVLinks up"
 
 
 def _active(nvml: object, handle: object, link: int) -> bool:

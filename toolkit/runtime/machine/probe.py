@@ -18,8 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SIZES = (4 * 2**10, 64 * 2**10, 2**20, 8 * 2**20, 32 * 2**20)
-GPU_SIZES = (*SIZES, 256 * 2**20, 2**30)
+from toolkit.units import GIB, KIB, MIB
+
+SIZES = (4 * KIB, 64 * KIB, MIB, 8 * MIB, 32 * MIB)
+GPU_SIZES = (*SIZES, 256 * MIB, GIB)
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 SECONDS_EACH = 0.3
 """Approximate time per measurement."""

@@ -13,7 +13,7 @@ from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model, Train
-from toolkit.run_dir.trajectory import Trajectory, largest_difference
+from toolkit.run_dir.trajectory import TINY_LOSS_TOLERANCE, TINY_NORM_TOLERANCE, Trajectory, largest_difference
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.engine.replica import ReplicaEngine
@@ -24,7 +24,6 @@ from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.supervision.call_on_ranks import Failure, call_on_ranks, first_failure
 
 STEPS, SEQUENCES, TOKENS = 5, 4, 16
-LOSS_TOLERANCE, NORM_TOLERANCE = 2e-5, 1e-4
 NOISE_FACTOR = 10.0
 """A difference up to this factor times the effect of a one-bit nudge in one process counts as rounding."""
 LARGEST = 20_000_000
@@ -89,14 +88,14 @@ def _judged(model_type: str, train: Train, expected: Trajectory, found: Trajecto
     loss = largest_difference(expected.loss, found.loss)
     norm = largest_difference(expected.grad_norm, found.grad_norm)
     measured = Result(status="ok", loss_difference=loss, norm_difference=norm)
-    if loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE:
+    if loss <= TINY_LOSS_TOLERANCE and norm <= TINY_NORM_TOLERANCE:
         return measured
     nudged = call_on_ranks(_run_nudged, model_type, train, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
     assert isinstance(nudged, Trajectory), nudged
     loss_noise = largest_difference(expected.loss, nudged.loss)
     norm_noise = largest_difference(expected.grad_norm, nudged.grad_norm)
-    loss_limit = max(LOSS_TOLERANCE, NOISE_FACTOR * loss_noise)
-    norm_limit = max(NORM_TOLERANCE, NOISE_FACTOR * norm_noise)
+    loss_limit = max(TINY_LOSS_TOLERANCE, NOISE_FACTOR * loss_noise)
+    norm_limit = max(TINY_NORM_TOLERANCE, NOISE_FACTOR * norm_noise)
     if loss <= loss_limit and norm <= norm_limit:
         noise = (
             f"a nudge of one bit moves one process's loss by {loss_noise:.0e} and its gradient norm by {norm_noise:.0e}"
@@ -187,7 +186,7 @@ def try_autotp(section: Model, tp: int) -> Verdict:
             return Verdict(False, f"a tiny model fails under {what}: {failure.reason}")
     loss = largest_difference(whole[0].loss, cut[0].loss)
     norm = largest_difference(whole[0].grad_norm, cut[0].grad_norm)
-    if loss <= LOSS_TOLERANCE and norm <= NORM_TOLERANCE:
+    if loss <= TINY_LOSS_TOLERANCE and norm <= TINY_NORM_TOLERANCE:
         return Verdict(True)
     return Verdict(
         False,

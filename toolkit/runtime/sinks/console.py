@@ -11,9 +11,8 @@ from rich.table import Table
 
 from toolkit.run_dir.step_parts import COMMUNICATION, COMPARED, MEMORY
 from toolkit.runtime.metrics.record import Record
+from toolkit.units import GIB, MIB
 
-GIB = 2**30
-MIB = 2**20
 BAR = 8
 """Characters of the memory bar."""
 

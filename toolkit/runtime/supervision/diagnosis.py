@@ -14,11 +14,11 @@ import psutil
 from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir
+from toolkit.units import GIB
 
 TAIL_LINES = 15
 REPORTED: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
 """Errors that the workers have reported to the user themselves."""
-GIB = 2**30
 _NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError")
 
 
