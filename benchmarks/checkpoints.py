@@ -30,11 +30,11 @@ from tests.helpers.supervised import Outcome, assert_whole_and_recent, at_step, 
 from tests.runtime.checkpoint.test_checkpoint import LAYOUTS, assert_equal, resume_and_copy
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, canonical_json
-from toolkit.commands.verify import check
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint import writer
 from toolkit.runtime.checkpoint.fragments import Fragment
 from toolkit.sessions.parity import largest_difference
+from toolkit.sessions.verify import check
 
 RECIPE: dict[str, Any] = {
     "model": {"config": TINY_LLAMA, "precision": "fp32"},

@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_and_a_full_directory_are_refused(
     assert cli.main(["export", str(checkpoint), str(tmp_path / "full")]) == 2
     assert "not empty" in capsys.readouterr().err
     assert cli.main(["verify", str(done.run.path)]) == 0
-    assert "whole: step 2" in capsys.readouterr().out
+    assert "intact: step 2" in capsys.readouterr().out
     with (checkpoint / "rank-00000-0.safetensors").open("r+b") as file:
         file.truncate(1000)
     for command in (["verify", str(checkpoint)], ["export", str(checkpoint), str(tmp_path / "out")]):

@@ -182,7 +182,7 @@ def test_refusals_before_ray_is_asked(
     Path("hosts").write_text("one slots=2\n")
     assert "ray excludes --hostfile" in refusal(capsys, "--hostfile", "hosts")
     told = refusal(capsys, "cluster={device: cpu, nodes: 2, devices_per_node: 1}")
-    assert "RAY_ADDRESS: is not set, so that Ray would run on this host alone; the plan has 2 nodes" in told
+    assert "RAY_ADDRESS: is not set, so Ray would run on this host alone; the plan has 2 nodes" in told
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
     assert "pip install 'zero-toolkit[ray]'" in refusal(capsys, "--nproc", "2")

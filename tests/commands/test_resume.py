@@ -128,7 +128,7 @@ def test_restarts_go_on_and_then_take_fewer_processes(
     argv = ["train", str(recipe), *SAVE, "--nproc", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts"]
     assert cli.main([*argv, "1"]) == 4
     assert [plan["dp"] for plan in plans] == [2, 2]
-    assert "starting again from step 2 with 2 processes; restarts left: 0" in capsys.readouterr().out
+    assert "restarting from step 2 with 2 processes; restarts left: 0" in capsys.readouterr().out
     plans.clear()
     assert cli.main([*argv, "2"]) == 0
     assert [plan["dp"] for plan in plans] == [2, 2, 1], "the second failure without progress takes fewer"
@@ -164,7 +164,7 @@ def test_out_of_memory_shows_the_next_plan_or_goes_on_under_it(
     first, second = plans
     assert second["memory"]["total"] < 0.9 * first["memory"]["total"]
     assert second["micro_batch"] * second["grad_accum"] * second["dp"] == 8
-    assert "starting again from step 2" in capsys.readouterr().out
+    assert "restarting from step 2" in capsys.readouterr().out
     assert steps(tmp_path / "replan") == [1, 2, 3, 4]
     written = yaml.safe_load((tmp_path / "replan" / "recipe.yaml").read_text())
     assert written["strategy"]["micro_batch"] == second["micro_batch"]

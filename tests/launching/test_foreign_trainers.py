@@ -1,4 +1,4 @@
-"""Plans inside transformers.Trainer, TRL's SFTTrainer and an accelerate loop: the losses of our own trainer."""
+"""Plans inside transformers.Trainer, TRL's SFTTrainer and an accelerate loop: the losses of toolkit.train."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_losses_of_our_own_trainer(train: Trainer, case: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("strategy={name: pipeline, pp: 2}", "pp 2 is for our own trainer only; use toolkit.train"),
-        ("strategy={name: tensor_parallel, tp: 2}", "tp 2 is for our own trainer only"),
-        ("train.grad_reduce=sum", "other trainers take the mean"),
+        ("strategy={name: pipeline, pp: 2}", "pp 2 is supported by toolkit.train only; use that"),
+        ("strategy={name: tensor_parallel, tp: 2}", "tp 2 is supported by toolkit.train only"),
+        ("train.grad_reduce=sum", "other trainers average gradients"),
     ],
 )
 def test_what_they_can_not_do_is_refused(

@@ -1,4 +1,4 @@
-"""`toolkit strategies`: the registry, and the device kinds that plans know."""
+"""`toolkit strategies`: list the strategies, or the known devices."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from rich.console import Console
 from rich.table import Table
 
 import strategies
-from toolkit.clusters.devices import DEVICES
+from toolkit.clusters.devices import DEVICES, GIB
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("--devices", action="store_true", help="list device kinds instead")
+    """Add the arguments of the command."""
+    parser.add_argument("--devices", action="store_true", help="list the known devices instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the table."""
+    """Print the table."""
     table = _devices() if args.devices else _strategies()
     Console().print(table)
     return 0
@@ -34,7 +34,7 @@ def _devices() -> Table:
     table = Table("device", "backend", "memory GiB", "peak TFLOP/s", "TB/s", "GB/s to peers", "Gbit/s to nodes")
     for name, device in DEVICES.items():
         numbers = (
-            device.memory_bytes / 2**30,
+            device.memory_bytes / GIB,
             device.peak_flops / 1e12,
             device.memory_bytes_per_second / 1e12,
             device.link_bytes_per_second / 1e9,
