@@ -17,8 +17,8 @@ from toolkit.reports.live_curve import curve, page, read_records
 from toolkit.runtime.checkpoint.reader import Reader
 
 
-def test_plan_is_a_function_and_a_module(recipe_mapping: dict[str, Any]) -> None:
-    planned = toolkit.plan(recipe_mapping, "strategy.name=zero", nproc=2)  # type: ignore[operator]
+def test_plan_is_a_function(recipe_mapping: dict[str, Any]) -> None:
+    planned = toolkit.plan(recipe_mapping, "strategy.name=zero", nproc=2)
     assert isinstance(planned.plan, Plan)
     assert "zero 1" in repr(planned)
     assert planned.to_json()["chosen"]["dp"] == 2

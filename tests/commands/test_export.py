@@ -1,4 +1,4 @@
-"""Export: what Hugging Face loads is the masters in the recipe's precision, bit by bit."""
+"""Export: Hugging Face loads exactly the master weights, cast to the recipe's precision."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FOUR_BITS = BitsAndBytesConfig(
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str) -> None:
-    """On a base of 4 bits: one process's losses under ZeRO, and merged into what the 4 bits stand for."""
+    """Also on a 4-bit base: ZeRO gives the losses of one process, and merging dequantizes the base."""
     from peft import PeftModel
 
     torch.manual_seed(0)
