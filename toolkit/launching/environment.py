@@ -27,8 +27,8 @@ def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
 def set_own_ray() -> None:
     """Settings for a Ray cluster that we start ourselves.
 
-    Ray (2.40 and later) otherwise sends usage statistics, and starts workers at niceness 15, so that they would train
-    slower than under any other launcher. Unset means the default, so a user's own values win.
+    Ray (2.60.0) otherwise sends usage statistics, and lowers the priority of its workers (niceness 15), so that they
+    train slower than under other launchers on a busy host. Values that the user has set are kept.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")

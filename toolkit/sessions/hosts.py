@@ -156,8 +156,8 @@ def _write_deepspeed_files(run: RunDir, hosts: Sequence[Host], command: launcher
     """Write the hostfile and the settings file of DeepSpeed's launcher.
 
     DeepSpeed (0.19.8) copies every line of the settings file onto command lines, which any user of a host can read,
-    and does not quote values. So secrets and values with special characters are left out, and the user is told.
-    Obsolete once DeepSpeed passes settings another way: see `PDSHRunner.get_cmd` and `add_export`.
+    and puts values into double quotes at most, in which shells still expand `$`. So secrets and values with special
+    characters are withheld and reported. Obsolete once `PDSHRunner` in deepspeed/launcher passes settings another way.
     """
     exports = environment.exported(environment.environment(command.env))
     secret = [name for name in exports if is_secret_variable(name)]
