@@ -29,12 +29,12 @@ from benchmarks.harness.supervised import Outcome, assert_whole_and_recent, at_s
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, canonical_json
-from toolkit.commands.verify import check
 from toolkit.errors import CheckpointFailed
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint.fragments import Fragment
 from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.parity import largest_difference
+from toolkit.sessions.verify import check
 
 RECIPE: dict[str, Any] = {
     "model": {"config": TINY_LLAMA, "precision": "fp32"},

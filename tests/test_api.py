@@ -1,4 +1,4 @@
-"""The notebook's functions: the same planning, workers and files as on the command line."""
+"""The functions of `toolkit` for notebooks: the same planning, workers and files as on the command line."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from toolkit import api
 from toolkit.errors import BadInput, LossNotFinite
 from toolkit.plans.plan import Plan
 from toolkit.reports.live_curve import curve, page, read_records
+from toolkit.runtime.checkpoint.reader import Reader
 
 
-def test_plan_is_a_function_and_a_module(recipe_mapping: dict[str, Any]) -> None:
-    planned = toolkit.plan(recipe_mapping, "strategy.name=zero", nproc=2)  # type: ignore[operator]
+def test_plan_is_a_function(recipe_mapping: dict[str, Any]) -> None:
+    planned = toolkit.plan(recipe_mapping, "strategy.name=zero", nproc=2)
     assert isinstance(planned.plan, Plan)
     assert "zero 1" in repr(planned)
     assert planned.to_json()["chosen"]["dp"] == 2
@@ -32,6 +33,24 @@ def test_train_resume_and_the_trained_model(recipe_mapping: dict[str, Any], tmp_
     model = run.model()
     assert sum(p.numel() for p in model.parameters()) == 35_488
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_the_model_of_a_classification_run_has_its_head(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    config = {
+        "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 264, "max_position_embeddings": 64,
+    }  # fmt: skip
+    recipe = {
+        **recipe_mapping,
+        "model": {"config": config, "precision": "fp32", "num_labels": 4},
+        "data": {"path": "synthetic", "format": "classification", "tokenizer": "bytes", "seq_len": 32},
+    }
+    run = toolkit.train(recipe, "train.steps=2", "checkpoint.every=2", nproc=1, run_dir=tmp_path / "run")
+    model = run.model()
+    assert type(model).__name__ == "BertForSequenceClassification"
+    checkpoint = Reader.open(run.path / "checkpoints" / "step-00000002")
+    assert torch.equal(model.classifier.weight, checkpoint.full("classifier.weight", "weight")), "not a fresh head"
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 4)
 
 
 def test_errors_are_one_readable_exception(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:

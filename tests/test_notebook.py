@@ -1,4 +1,4 @@
-"""Training in a real notebook kernel: live curve, interrupts, readable errors; and the notebook that we ship."""
+"""Training in a real notebook kernel: live curve, interrupts, readable errors, and the shipped notebook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHIPPED = ROOT / "recipes" / "notebooks" / "finetune.ipynb"
 
 
 class Kernel:
-    """A kernel of its own with the shipped notebook in it; more cells come behind."""
+    """A kernel with the shipped notebook; more cells can be appended."""
 
     def __init__(self, directory: Path) -> None:
         self.notebook = nbformat.read(SHIPPED, as_version=4)
@@ -31,13 +31,13 @@ class Kernel:
         )
 
     def run_shipped(self) -> list[list[dict[str, Any]]]:
-        """What each code cell of the notebook shows."""
+        """Run every code cell of the shipped notebook and return the outputs of each."""
         cells = [(number, cell) for number, cell in self._shipped if cell.cell_type == "code"]
         assert all(not cell.outputs for _, cell in cells), "shipped without outputs"
         return [self._execute(cell, number) for number, cell in cells]
 
     def run(self, source: str) -> list[dict[str, Any]]:
-        """What a cell shows."""
+        """Append a cell, run it and return its outputs."""
         self.notebook.cells.append(nbformat.v4.new_code_cell(source))
         return self._execute(self.notebook.cells[-1], len(self.notebook.cells) - 1)
 
@@ -62,7 +62,7 @@ def pages(outputs: list[dict[str, Any]]) -> list[str]:
 
 
 def workers(word: str) -> list[str]:
-    """Command lines of workers that have a word in them."""
+    """Command lines of running workers that contain a word."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -75,7 +75,7 @@ def workers(word: str) -> list[str]:
 
 
 def test_a_session_in_a_kernel(kernel: Kernel, tmp_path: Path, launch_reference: list[float]) -> None:
-    """An error, an interrupt, the commands of the page, then the notebook that we ship: all in one kernel."""
+    """An error, an interrupt, the commands of docs/launching.md, then the shipped notebook: all in one kernel."""
     launching_page.workspace(tmp_path)
     (error,) = kernel.run("import toolkit; toolkit.train('recipe.yaml', 'train.sterps=3', nproc=2)")
     assert (error["output_type"], error["ename"]) == ("error", "BadInput")
@@ -93,7 +93,7 @@ def test_a_session_in_a_kernel(kernel: Kernel, tmp_path: Path, launch_reference:
     assert "step 3/3 · loss " in page
     assert "<polyline points=" in page
     losses = launching_page.losses(next((tmp_path / "runs").glob("tiny-*/metrics.jsonl")))
-    assert losses == launch_reference[:3], "as without a notebook, bit for bit"
+    assert losses == launch_reference[:3], "bit-identical to a run without a notebook"
     assert f"loss {losses[-1]:.4f}" in page
     assert kernel.value("run.summary['status'], len(run.metrics)") == "('done', 3)"
 

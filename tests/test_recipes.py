@@ -1,4 +1,4 @@
-"""What ships works: every recipe plans, every README command is a Makefile's, a wheel carries recipes and configs."""
+"""What ships works: every recipe has a plan, every make target in the README exists, a wheel contains all files."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_headers_say_what_the_recipe_is_for_and_what_is_predicted(path: Path) ->
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
-def test_tiny_twins_train(path: Path, tmp_path: Path) -> None:
-    """The same task and strategy with real engines on this machine."""
-    recipe, twin = load_recipe(path), tiny_recipe(load_recipe(path))
-    assert make_recipe(as_mapping(twin)) == twin
-    assert (twin.data.format, twin.strategy.name) == (recipe.data.format, recipe.strategy.name)
-    resolved = resolve(twin)
+def test_tiny_recipes_train(path: Path, tmp_path: Path) -> None:
+    """`--tiny` trains the same task and strategy with real engines on this machine."""
+    recipe, tiny = load_recipe(path), tiny_recipe(load_recipe(path))
+    assert make_recipe(as_mapping(tiny)) == tiny
+    assert (tiny.data.format, tiny.strategy.name) == (recipe.data.format, recipe.strategy.name)
+    resolved = resolve(tiny)
     run = resolved.write(tmp_path / "run")
     codes = run_warm(launchers.commands("local", run.path, resolved.chosen.plan.devices, "cpu"))
     assert not any(codes), "\n".join(log.read_text()[-3000:] for log in sorted(run.path.glob("logs/*")))
@@ -67,7 +67,7 @@ def test_readme_commands_are_those_of_the_makefile() -> None:
 
 
 def test_the_recipe_of_the_readme_can_do_what_the_readme_says() -> None:
-    """It plans, on one node (`toolkit train` starts workers on one), and saves what resume and export go on from."""
+    """It has a plan for one node, where `toolkit train` starts workers, and saves checkpoints to resume and export."""
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     recipe = make_recipe(yaml.safe_load(block))
     assert resolve(recipe).chosen.estimate.fits
@@ -93,7 +93,7 @@ def test_a_wheel_finds_its_recipes_and_configs(tmp_path: Path) -> None:
 
 
 def build_and_unpack(tmp_path: Path) -> Path:
-    """The wheel of a copy of the sources: an older build directory would hide what is missing."""
+    """Build the wheel from a copy of the sources: an older build directory would hide missing files."""
     source, site = tmp_path / "source", tmp_path / "site"
     for name in ("toolkit", "strategies", "recipes", "configs"):
         shutil.copytree(ROOT / name, source / name)

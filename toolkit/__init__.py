@@ -11,7 +11,7 @@ _FUNCTIONS = ("plan", "train", "resume", "parity", "training_arguments", "deepsp
 
 
 def __getattr__(name: str) -> Any:
-    """The notebook's functions, imported when they are used: `toolkit plan` starts without them."""
+    """Import the functions of `toolkit.api` on first use, so that the command line starts without them."""
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("toolkit.api"), name)
     raise AttributeError(f"module 'toolkit' has no attribute {name!r}")

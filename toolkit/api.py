@@ -1,9 +1,10 @@
-"""The notebook's side: the same planning, workers and files as on the command line, as functions."""
+"""Python functions for notebooks and scripts: the same planning, workers and files as on the command line."""
 
 from __future__ import annotations
 
 import io
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,27 +12,31 @@ from typing import Any
 
 from rich.console import Console
 
-from toolkit.errors import LossNotFinite, Preempted, RankFailed, ToolkitError
-from toolkit.launching import environment, other_trainers
+from toolkit.errors import BadInput, LossNotFinite, Preempted, RankFailed, ToolkitError
+from toolkit.launching import environment
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe, make_recipe
-from toolkit.recipe.sections import Recipe
+from toolkit.recipe.schedules import make_schedule
+from toolkit.recipe.sections import Recipe, Train
 from toolkit.reports.live_curve import LiveCurve, in_notebook
-from toolkit.reports.plan_table import show_decision
+from toolkit.reports.tables import show_decision
 from toolkit.resources import find_recipe
 from toolkit.run_dir import heartbeat
-from toolkit.run_dir.layout import RunDir, new_run_path
-from toolkit.sessions.parity import compare, reference
+from toolkit.run_dir.layout import RunDir, new_run_path, newest
+from toolkit.sessions.hosts import LaunchOptions
+from toolkit.sessions.parity import compare, parity_json, reference
 from toolkit.sessions.preflight import check
+from toolkit.sessions.prepare import prepare_resume, prepare_training
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.sessions.start import start
 
 RecipeLike = str | Path | Mapping[str, Any]
+"""A recipe file, the name of a shipped recipe, or a mapping."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A planned recipe. Shown in a cell, it is the ranked table."""
+    """A planned recipe. In a notebook cell it is shown as the table of ranked plans."""
 
     resolved: Resolved
 
@@ -46,7 +51,7 @@ class Planned:
         return self.resolved.deepspeed
 
     def to_json(self) -> dict[str, Any]:
-        """What `toolkit plan --json` prints."""
+        """Return what `toolkit plan --json` prints."""
         return self.resolved.decision.to_json()
 
     def __repr__(self) -> str:
@@ -57,13 +62,13 @@ class Planned:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended."""
+    """A finished run."""
 
     path: Path
 
     @property
     def metrics(self) -> Any:
-        """One row a step: a pandas DataFrame if pandas is there, else a list of dicts."""
+        """One row per step: a pandas DataFrame if pandas is installed, else a list of dicts."""
         rows = [json.loads(line) for line in RunDir(self.path).metrics.read_text(encoding="utf-8").splitlines()]
         try:
             import pandas
@@ -73,55 +78,53 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How the run ended."""
+        """The contents of summary.json: how the run ended."""
         return dict(json.loads(RunDir(self.path).summary.read_text(encoding="utf-8")))
 
     def model(self) -> Any:
-        """The trained Hugging Face model, from the newest checkpoint."""
-        from transformers import AutoModelForCausalLM
-
-        from toolkit.run_dir.layout import newest
+        """Load the trained Hugging Face model, with the head of the run's task, from the newest checkpoint."""
         from toolkit.runtime.checkpoint.export import export
+        from toolkit.runtime.models.build import BUILDERS
 
         checkpoint = newest(self.path)
         out = self.path / "model" / checkpoint.name
         if not (out / "config.json").exists():
             export(checkpoint, out, merge=True)
-        return AutoModelForCausalLM.from_pretrained(out)
+        task = load_recipe(checkpoint / "recipe.yaml").model.task
+        return BUILDERS[task].from_pretrained(out)
 
 
 def plan(recipe: RecipeLike, *overrides: str, nproc: int | None = None) -> Planned:
-    """Rank every plan for a recipe: a path, a shipped name, or a mapping."""
+    """Rank every plan for a recipe."""
     return Planned(resolve(_read(recipe, overrides), nproc))
 
 
 def train(recipe: RecipeLike, *overrides: str, nproc: int | None = None, run_dir: str | Path | None = None) -> Run:
-    """Train in real worker processes; the loss curve is drawn in the cell. An interrupt ends every worker."""
-    checked = check(_read(recipe, overrides), environment.environment(), print)
-    path = Path(run_dir) if run_dir else new_run_path(checked.output, checked.name)
-    return _run(checked, path, nproc, resuming=False)
+    """Train in real worker processes; a notebook cell shows the loss curve. An interrupt ends every worker."""
+    resolved = prepare_training(_read(recipe, overrides), nproc, LaunchOptions(), print, prove_splits=False)
+    path = Path(run_dir) if run_dir else new_run_path(resolved.recipe.output, resolved.recipe.name)
+    return _run(resolved, path, LaunchOptions())
 
 
 def resume(run_dir: str | Path, *overrides: str, nproc: int | None = None) -> Run:
-    """Go on with a run from its newest checkpoint, under the same or another strategy and world."""
-    path = Path(run_dir)
-    return _run(load_recipe(RunDir(path).recipe, ["checkpoint.resume=auto", *overrides]), path, nproc, resuming=True)
+    """Resume a run from its newest checkpoint, under the same or another strategy and world size."""
+    path, options = Path(run_dir), LaunchOptions(resuming=True)
+    return _run(prepare_resume(path, overrides, nproc, options, print), path, options)
 
 
 def parity(
     recipe: RecipeLike, *overrides: str, nproc: int = 2, strategies: str = "all", steps: int = 10
 ) -> dict[str, Any]:
-    """The recipe under each strategy against one process: what `toolkit parity --json` prints."""
+    """Compare the recipe under each strategy with one process. Returns what `toolkit parity --json` prints."""
     checked = check(_read(recipe, overrides), environment.environment(), print)
     expected = reference(checked, steps)
-    outcomes = {o.name: o.to_json() for o in compare(checked, steps, nproc, strategies, expected)}
-    return {"steps": steps, "reference": list(expected.loss), "strategies": outcomes}
+    return parity_json(steps, expected, compare(checked, steps, nproc, strategies, expected))
 
 
 def training_arguments(planned: Planned, output_dir: str, kind: Any = None, **options: Any) -> Any:
-    """`transformers.TrainingArguments` of a plan, for Trainer; with `kind=trl.SFTConfig` for TRL's SFTTrainer."""
+    """Return a plan as `transformers.TrainingArguments`, or with `kind=trl.SFTConfig` for TRL's SFTTrainer."""
     on_cpu = _prepare_devices(planned)
-    given = other_trainers.arguments(planned.plan, planned.resolved.recipe.train, planned.deepspeed, on_cpu=on_cpu)
+    given = _trainer_keywords(planned.plan, planned.resolved.recipe.train, planned.deepspeed, on_cpu=on_cpu)
     if kind is None:
         from transformers import TrainingArguments
 
@@ -130,16 +133,16 @@ def training_arguments(planned: Planned, output_dir: str, kind: Any = None, **op
 
 
 def deepspeed_plugin(planned: Planned) -> Any:
-    """`accelerate.DeepSpeedPlugin` of a plan, for people who write their own loop."""
+    """Return a plan as `accelerate.DeepSpeedPlugin`, for a training loop of your own."""
     from accelerate import DeepSpeedPlugin
 
-    other_trainers.check_expressible(planned.plan, planned.resolved.recipe.train)
+    _check_expressible(planned.plan, planned.resolved.recipe.train)
     _prepare_devices(planned)
     return DeepSpeedPlugin(hf_ds_config=dict(planned.deepspeed), zero3_init_flag=False)
 
 
 def _prepare_devices(planned: Planned) -> bool:
-    """Whether training runs on the CPU, where DeepSpeed would first compile what only inference uses."""
+    """Return whether training runs on the CPU; if so, skip a kernel build that only inference needs."""
     on_cpu = planned.resolved.job.cluster.device.backend == "cpu"
     if on_cpu:
         from toolkit.runtime.distributed.process_group import skip_inference_build
@@ -148,30 +151,97 @@ def _prepare_devices(planned: Planned) -> bool:
     return on_cpu
 
 
+def _check_expressible(plan: Plan, train: Train) -> None:
+    """Raise `BadInput` for what other trainers can't do, or would do with another loss."""
+    axes = {"pp": plan.pp, "tp": plan.tp, "sp": plan.sp, "ep": plan.ep, "islands": plan.islands}
+    split = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
+    if split:
+        what = f"{', '.join(split)} is supported by toolkit.train only; use that, or set strategy.name=zero"
+        raise BadInput("plan", what)
+    if train.grad_reduce != "mean":
+        raise BadInput("train.grad_reduce", f"{train.grad_reduce!r} given; other trainers average gradients; use mean")
+    if train.reduce.algorithm != "auto" or (train.reduce.bucket_elements and plan.zero_stage == 0):
+        what = "algorithm, and bucket_elements under ZeRO 0, are supported by toolkit.train only; remove them"
+        raise BadInput("train.reduce", what)
+    if train.batch_ramp is not None:
+        what = "is supported by toolkit.train only; other trainers have a constant batch size: remove it"
+        raise BadInput("train.batch_ramp", what)
+    if train.optimizer in ("lars", "onebit_adam"):
+        what = f"{train.optimizer!r} is supported by toolkit.train only; use lamb or adamw with other trainers"
+        raise BadInput("train.optimizer", what)
+
+
+def _trainer_keywords(plan: Plan, train: Train, deepspeed: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """Return the keywords of `TrainingArguments` that give the same updates."""
+    _check_expressible(plan, train)
+    optimizer = deepspeed["optimizer"]["params"]
+    given: dict[str, Any] = {
+        "deepspeed": dict(deepspeed),
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.grad_accum,
+        "learning_rate": optimizer["lr"],
+        "max_grad_norm": train.grad_clip,
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "gradient_checkpointing": plan.recompute == "full",
+        "max_steps": train.steps or -1,
+        "seed": train.seed,
+        "use_cpu": on_cpu,
+        "report_to": [],
+        "weight_decay": train.weight_decay,
+        **_schedule(train, optimizer["lr"]),
+    }
+    if train.epochs is not None:
+        given["num_train_epochs"] = train.epochs
+    if "betas" in optimizer:
+        given |= {"adam_beta1": train.betas[0], "adam_beta2": train.betas[1]}
+    if "eps" in optimizer:
+        given["adam_epsilon"] = train.eps
+    return given
+
+
+def _schedule(train: Train, lr: float) -> dict[str, Any]:
+    """Return our schedule by transformers' names; exact except for the warm-up, which transformers starts at 0."""
+    warmup: float = train.warmup
+    if train.steps is not None:
+        warmup = make_schedule(train, train.steps).warmup_steps
+    if warmup:
+        text = "transformers starts the warm-up at 0, one step later than toolkit.train; train.warmup=0 is exact"
+        warnings.warn(text, stacklevel=4)
+    kinds: dict[str, tuple[str, dict[str, float]]] = {
+        "constant": ("constant_with_warmup", {}),
+        "cosine": ("cosine_with_min_lr", {"min_lr_rate": train.min_lr_ratio}),
+        "linear": ("polynomial", {"lr_end": train.min_lr_ratio * lr, "power": 1.0}),
+    }
+    name, options = kinds[train.schedule]
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": options, "warmup_steps": warmup}
+
+
 def _read(recipe: RecipeLike, overrides: tuple[str, ...]) -> Recipe:
     if isinstance(recipe, Mapping):
         return make_recipe(dict(recipe), overrides)
     return load_recipe(find_recipe(str(recipe)), overrides)
 
 
-def _run(recipe: Recipe, path: Path, nproc: int | None, *, resuming: bool) -> Run:
-    """Workers write to their logs; what they record is drawn here."""
+def _run(resolved: Resolved, path: Path, options: LaunchOptions) -> Run:
+    """Run to the end. In a notebook the workers' console output is off, and the loss curve is drawn instead."""
     if in_notebook():
-        recipe = replace(recipe, metrics=replace(recipe.metrics, console=False))
-    resolved = resolve(recipe, nproc)
+        recipe = resolved.recipe
+        resolved = replace(resolved, recipe=replace(recipe, metrics=replace(recipe.metrics, console=False)))
     console = Console(file=io.StringIO(), force_jupyter=False) if in_notebook() else Console()
-    with LiveCurve(RunDir(path).metrics, recipe.train.steps):
-        code = start(resolved, path, "local", console, resuming=resuming)
+    with LiveCurve(RunDir(path).metrics, resolved.recipe.train.steps):
+        code = start(resolved, path, options, console)
     if code:
         raise _failure(code, path)
     return Run(path)
 
 
 def _failure(code: int, path: Path) -> ToolkitError:
-    """The exception for an end that the workers have told in their logs and last beats."""
+    """Return the exception for an exit code, with the error that the workers wrote into their last heartbeats."""
     run = RunDir(path)
-    told = [beat.error for beat in heartbeat.read_all(run.heartbeats).values() if beat.exit_code == code and beat.error]
-    text = f"{told[0] if told else f'the run ended with exit code {code}'}\nlogs: {run.log(0).parent}"
+    beats = heartbeat.read_all(run.heartbeats).values()
+    reported = [beat.error for beat in beats if beat.exit_code == code and beat.error]
+    text = f"{reported[0] if reported else f'the run ended with exit code {code}'}\nlogs: {run.log(0).parent}"
     kind = next((kind for kind in (LossNotFinite, Preempted) if kind.exit_code == code), RankFailed)
     error = kind(text)
     error.exit_code = code

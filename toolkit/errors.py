@@ -1,6 +1,6 @@
-"""Every failure a user can meet, with the exit code of the command line.
+"""Every error a user can meet, each with its exit code of the command line.
 
-An error carries one message for a person: what was given, what is required, what to change.
+An error has one message: what was given, what is required, what to change.
 The command line prints the message, never a traceback, and exits with `exit_code`.
 """
 
@@ -16,13 +16,13 @@ class ToolkitError(Exception):
     exit_code = 1
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows (a hook of IPython): the message, not the frames."""
+        """Show only the message in a notebook (a hook of IPython)."""
         return [f"{type(self).__name__}: {self}"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault of the input: where it is, and what to do about it."""
+    """One problem with the input: where it is and what to do about it."""
 
     where: str
     """Key path, file or option, e.g. `train.global_batch`."""
@@ -45,7 +45,7 @@ class BadInput(ToolkitError, ValueError):
         super().__init__(self._message(single=isinstance(problems, str)))
 
     def __reduce__(self) -> tuple[type[BadInput], tuple[str, Sequence[Problem] | str]]:
-        """So that one rank can tell the others."""
+        """Support pickling, so that one rank can send the error to the others."""
         return type(self), (self.source, self._given)
 
     def _message(self, *, single: bool) -> str:
@@ -69,11 +69,11 @@ class RankFailed(ToolkitError):
 
 
 class OutOfMemory(RankFailed):
-    """A rank asked for more memory than its device has."""
+    """A rank ran out of device memory."""
 
 
 class HostLost(RankFailed):
-    """A host went away, with its ranks."""
+    """A host was lost together with its ranks."""
 
     def __init__(self, text: str, hosts: Sequence[str]) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""Where the files that ship with the toolkit are: the same in a checkout and in an installed wheel."""
+"""Paths of the files that ship with the toolkit, in a checkout and in an installed wheel alike."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RECIPES = _ROOT / "recipes"
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe by path, or by name among those that ship with the toolkit."""
+    """Return the path of a recipe, given a path or the name of a shipped one; unchanged if neither exists."""
     given = Path(name)
     if given.exists():
         return given

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import store
-from toolkit.commands.verify import check
 from toolkit.errors import RankFailed
 from toolkit.launching import launchers
 from toolkit.recipe.file import make_recipe
@@ -22,6 +21,7 @@ from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.supervision.supervise import run_all
 from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess
 from toolkit.sessions.resolve import resolve
+from toolkit.sessions.verify import check
 
 Disturb = Callable[[RunDir], None]
 

@@ -28,8 +28,8 @@ from toolkit.checkpoints.format import (
     parse_manifest,
     sha256,
 )
-from toolkit.commands.verify import check
 from toolkit.errors import BadInput
+from toolkit.sessions.verify import check
 
 
 def make(root: Path, step: int, seed: int = 0) -> Path:

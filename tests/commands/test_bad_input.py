@@ -68,7 +68,7 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("train.steps=[1]", 2, "train.steps"),
     ],
 )
-def test_faults_of_the_recipe(
+def test_problems_of_the_recipe(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     override: str, code: int, words: str,
 ) -> None:  # fmt: skip
@@ -131,7 +131,7 @@ def test_a_model_too_large_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_data_without_a_sample_ends_every_worker_with_2(recipe: Path, tmp_path: Path) -> None:
-    """Only the workers can count tokens: the same clear message, the same exit code."""
+    """Only the workers can count tokens; the message is as clear, and the exit code the same."""
     (tmp_path / "short.txt").write_text("short")
     stream = "data.packing_method=stream"
     done = run_cli("train", str(recipe), f"data.path={tmp_path / 'short.txt'}", stream, "--nproc", "2")
@@ -140,12 +140,22 @@ def test_data_without_a_sample_ends_every_worker_with_2(recipe: Path, tmp_path: 
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_wandb_online_without_a_key_falls_back_aloud(recipe: Path, tmp_path: Path) -> None:
+def test_wandb_online_without_a_key_falls_back_to_offline_and_reports_it(recipe: Path, tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "WANDB_API_KEY"} | {"HOME": str(tmp_path)}
     done = run_cli("train", str(recipe), "metrics.wandb.mode=online", "train.steps=1", "--nproc", "1", env=env)
     assert done.returncode == 0, done.stderr
     assert "recording offline instead" in done.stdout
     assert list(tmp_path.glob("runs/*/wandb/offline-run-*"))
+
+
+def test_the_old_name_of_a_command_is_an_alias(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for name in ("rendezvous", "mailbox"):
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        shown.append(capsys.readouterr().out)
+    assert "--bind" in shown[0]
+    assert shown[1] == shown[0], "an alias has the arguments of the command"
 
 
 def test_dry_run_starts_nothing(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`toolkit coverage`: what it writes, and what it goes on from."""
+"""`toolkit coverage`: the table it writes, and the cache it continues from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`toolkit data`, `toolkit tokenizer` and `toolkit sample` as a person runs them."""
+"""`toolkit data`, `toolkit tokenizer` and `toolkit sample` as a user runs them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_json_follows_the_contract_and_the_world_changes_nothing(
 def test_strategies_train_on_the_samples_that_are_shown(
     recipe: Path, train: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Tokens a step, which depend on the samples, are those of the listed ids under every strategy and world."""
+    """Tokens per step depend on the samples; they match the listed ids under every strategy and world size."""
     shown = look(capsys, str(recipe), "--steps", "4")
     runs = {
         "one": train("strategy.name=data_parallel", nproc=1),
@@ -84,7 +84,7 @@ def test_samples_are_shown_with_what_counts(recipe: Path, capsys: pytest.Capture
         (("data.cache=/proc/nowhere",), "data.cache: /proc/nowhere can't be written"),
     ],
 )
-def test_faults_are_told(
+def test_problems_are_reported(
     recipe: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...], words: str
 ) -> None:
     assert main(["data", str(recipe), *overrides]) == 2

@@ -1,4 +1,4 @@
-"""Export: what Hugging Face loads is the masters in the recipe's precision, bit by bit."""
+"""Export: Hugging Face loads exactly the master weights, cast to the recipe's precision."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ FOUR_BITS = BitsAndBytesConfig(
 
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str) -> None:
-    """On a base of 4 bits: one process's losses under ZeRO, and merged into what the 4 bits stand for."""
+    """Also on a 4-bit base: ZeRO gives the losses of one process, and merging dequantizes the base."""
     from peft import PeftModel
 
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_and_a_full_directory_are_refused(
     assert cli.main(["export", str(checkpoint), str(tmp_path / "full")]) == 2
     assert "not empty" in capsys.readouterr().err
     assert cli.main(["verify", str(done.run.path)]) == 0
-    assert "whole: step 2" in capsys.readouterr().out
+    assert "intact: step 2" in capsys.readouterr().out
     with (checkpoint / "rank-00000-0.safetensors").open("r+b") as file:
         file.truncate(1000)
     for command in (["verify", str(checkpoint)], ["export", str(checkpoint), str(tmp_path / "out")]):

@@ -1,4 +1,4 @@
-"""`--hostfile`: real runs over ssh between hosts with networks, names and processes of their own."""
+"""`--hostfile`: real runs over ssh between hosts with their own networks, names and processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOOLKIT = [sys.executable, "-m", "toolkit.cli"]
 SECRET = "planted-7a1f9c"  # noqa: S105
 LONGEST_SECONDS = 4 * SILENCE_SECONDS
 RESTART_SECONDS = 10
-"""To ask the hosts that are left, and to plan for them."""
+"""Time to check the remaining hosts and plan for them."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ STRATEGIES = {
 
 @dataclass(frozen=True)
 class OnHosts:
-    """Warm workers, two in the network of each host."""
+    """Enters warm workers into the networks of hosts, two per host."""
 
     spaces: tuple[str, ...]
     first: str
@@ -95,7 +95,7 @@ def test_three_hosts_train_as_one_process(hosts: Hosts, recipe: Path, tmp_path: 
 
 @pytest.fixture
 def seen_secrets() -> Iterator[list[str]]:
-    """Every command line of this machine, while the test runs, that has the planted secret in it."""
+    """Command lines on this machine that contained the planted secret while the test ran."""
     found: list[str] = []
     ended = threading.Event()
 
@@ -139,7 +139,7 @@ def test_every_command_of_the_page_gives_the_same_bits_and_shows_no_secret(
 
 
 class Started:
-    """`toolkit train` over two hosts, to be disturbed once it trains; one restart is allowed."""
+    """`toolkit train` over two hosts with one restart, which the test interferes with once it trains."""
 
     def __init__(self, hosts: Hosts, recipe: Path, path: Path) -> None:
         self.path = path
@@ -150,7 +150,7 @@ class Started:
         )
 
     def at_step(self, step: int, ranks: int = 2, but: int = 0) -> int:
-        """Process id of the last rank once all have done so many steps; `but` is that of an earlier start."""
+        """Wait until all ranks reach a step; return the process id of the last rank, which must not be `but`."""
         deadline = time.monotonic() + 240
         while time.monotonic() < deadline and self.process.poll() is None:
             beats = heartbeat.read_all(self.path / "heartbeats")
@@ -159,27 +159,27 @@ class Started:
                 if pid != but:
                     return pid
             time.sleep(0.05)
-        raise AssertionError(f"it never got to step {step}: {self.end()}")
+        raise AssertionError(f"it never reached step {step}: {self.end()}")
 
     def end(self) -> str:
         return self.process.communicate(timeout=240)[0]
 
 
-def test_hosts_that_are_lost_are_named_and_left_out(
+def test_hosts_that_are_lost_are_named_and_excluded(
     hosts: Hosts, recipe: Path, tmp_path: Path, launch_reference: list[float]
 ) -> None:
-    """The network of one fails: the other goes on. Then that one loses its power."""
+    """The network of one host fails and the other resumes alone. Then that one loses power."""
     started = Started(hosts, recipe, tmp_path / "run")
     started.at_step(3)
     hosts.unplug(1)
     since, cut = time.monotonic(), time.time()
     try:
         started.at_step(6, ranks=1)
-        planned = (tmp_path / "run" / "plan.json").stat().st_mtime - cut  # named, then planned anew
+        planned = (tmp_path / "run" / "plan.json").stat().st_mtime - cut  # named, then planned again
         assert 0 < planned < SILENCE_SECONDS + 10 + RESTART_SECONDS
         while hosts.processes(1) and time.monotonic() - since < LONGEST_SECONDS:
             time.sleep(0.2)
-        assert_clean(hosts, 1)  # it heard nothing any more, and ended its workers by itself
+        assert_clean(hosts, 1)  # cut off from the controller, it ended its workers by itself
         hosts.power_off(0)
         since = time.monotonic()
         text = started.end()

@@ -1,4 +1,4 @@
-"""Every way to start workers on one machine, by the commands of docs/launching.md, gives bit-identical losses."""
+"""Every launcher on one machine, with the commands of docs/launching.md, gives bit-identical losses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pipelines_are_refused_under_accelerate(
     assert "accelerate has no pipeline; use another --launcher" in capsys.readouterr().err
 
 
-def test_faults_under_a_foreign_launcher_are_one_message(workspace: Path) -> None:
+def test_problems_under_another_launcher_are_one_message(workspace: Path) -> None:
     command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "toolkit.worker", "recipe.yaml"]
     done = subprocess.run(
         [*command, "train.sterps=3"],

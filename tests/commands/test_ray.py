@@ -1,4 +1,4 @@
-"""`--launcher ray`: real runs on a Ray of the command's own, and on a cluster of two nodes."""
+"""`--launcher ray`: real runs on a temporary Ray cluster, and on a cluster of two nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {"num_cpus": 1, "object_store_memory": ray_cluster.STORE_BYTES}
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A cluster of two nodes with a CPU each."""
+    """A Ray cluster of two nodes with one CPU each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")
@@ -49,7 +49,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 class Started:
-    """A run, to be disturbed once it trains."""
+    """A run that the test interferes with once it trains."""
 
     def __init__(self, directory: Path, argv: list[str], env: dict[str, str]) -> None:
         self.run = directory / "run"
@@ -78,7 +78,7 @@ def command_lines() -> list[str]:
     return found
 
 
-def test_a_run_on_its_own_ray_is_stopped_and_goes_on_on_a_cluster(
+def test_a_run_on_its_own_ray_is_stopped_and_resumes_on_a_cluster(
     directory: Path, address: str, launch_reference: list[float]
 ) -> None:
     (command,) = launching_page.commands("Ray")
@@ -108,7 +108,7 @@ def test_a_run_on_its_own_ray_is_stopped_and_goes_on_on_a_cluster(
 
 
 def ray_cluster_logs() -> str:
-    """Where the newest Ray of this machine writes to."""
+    """Session directory of the newest Ray cluster on this machine."""
     return str(Path("/tmp/ray/session_latest").resolve() / "logs")  # noqa: S108
 
 
@@ -139,7 +139,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 @pytest.mark.usefixtures("joined")
-def test_what_a_cluster_lacks_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cluster_lacks_is_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3 processes given; the Ray cluster has 1 CPU on " in refusal(capsys, "--nproc", "3")
     told = refusal(capsys, "cluster={device: cpu, nodes: 1, devices_per_node: 2}")
     assert "2 CPU on one node are needed; the Ray cluster has 1 CPU on " in told
@@ -182,7 +182,7 @@ def test_refusals_before_ray_is_asked(
     Path("hosts").write_text("one slots=2\n")
     assert "ray excludes --hostfile" in refusal(capsys, "--hostfile", "hosts")
     told = refusal(capsys, "cluster={device: cpu, nodes: 2, devices_per_node: 1}")
-    assert "RAY_ADDRESS: is not set, so that Ray would run on this host alone; the plan has 2 nodes" in told
+    assert "RAY_ADDRESS: is not set, so Ray would run on this host alone; the plan has 2 nodes" in told
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else real(name))
     assert "pip install 'zero-toolkit[ray]'" in refusal(capsys, "--nproc", "2")

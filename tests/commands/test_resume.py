@@ -1,4 +1,4 @@
-"""`toolkit resume`, automatic going on, and restarts, as a person runs them."""
+"""`toolkit resume`, automatic resume and restarts, as a user runs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_another_strategy_and_world_goes_on(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_strategy_and_world_size_resume(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     first = ["train", str(recipe), *SAVE, "strategy.name=zero", "--nproc", "2", "--run-dir", str(run)]
     assert cli.main(first) == 0
@@ -50,8 +52,8 @@ def test_another_strategy_and_world_goes_on(recipe: Path, tmp_path: Path, capfd:
     assert (summary["status"], summary["steps"]) == ("done", 6)
 
 
-def test_a_bare_worker_goes_on_and_saves_when_asked_to_stop(recipe: Path, tmp_path: Path) -> None:
-    """The path of Slurm and Kubernetes: the same command again, without our supervisor."""
+def test_a_bare_worker_saves_when_asked_to_stop_and_resumes(recipe: Path, tmp_path: Path) -> None:
+    """As under Slurm and Kubernetes: the same command is started again, without our supervisor."""
     run = tmp_path / "run"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--module", "toolkit.worker"]
     command = [sys.executable, *launcher, str(recipe), "--run-dir", str(run), "checkpoint.every=5"]
@@ -86,9 +88,9 @@ def _worker_pids(run: Path, launcher: subprocess.Popen[str]) -> list[int]:
 
 @pytest.fixture
 def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Enter], list[dict[str, Any]]]:
-    """Make the command start warm workers that fail in a given way; the plan of every attempt is noted."""
+    """Make the command start warm workers that fail in a given way; records the plan of every attempt."""
 
-    def with_fault(enter: Enter) -> list[dict[str, Any]]:
+    def with_failure(enter: Enter) -> list[dict[str, Any]]:
         plans: list[dict[str, Any]] = []
 
         def run_all(commands: Sequence[Command], run: RunDir, timeout: float) -> int:
@@ -99,7 +101,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> Callable[[Enter], list[dict[str
         return plans
 
     original = supervise.run_all
-    return with_fault
+    return with_failure
 
 
 def own_plan(argv: tuple[str, ...]) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def own_plan(argv: tuple[str, ...]) -> dict[str, Any]:
 
 
 def dies_in_company(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """With two processes, rank 1 is killed in step 3; alone it trains."""
+    """With two processes, rank 1 is killed in step 3; one process trains to the end."""
     died = Path(argv[argv.index("--run-dir") + 1]) / "died"
 
     def die(count: int) -> float:
@@ -121,34 +123,34 @@ def dies_in_company(argv: tuple[str, ...], env: dict[str, str]) -> None:
     enter_worker(argv, env)
 
 
-def test_restarts_go_on_and_then_take_fewer_processes(
+def test_restarts_resume_and_then_use_fewer_processes(
     recipe: Path, tmp_path: Path, attempts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plans = attempts(dies_in_company)
     argv = ["train", str(recipe), *SAVE, "--nproc", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts"]
     assert cli.main([*argv, "1"]) == 4
     assert [plan["dp"] for plan in plans] == [2, 2]
-    assert "starting again from step 2 with 2 processes; restarts left: 0" in capsys.readouterr().out
+    assert "restarting from step 2 with 2 processes; restarts left: 0" in capsys.readouterr().out
     plans.clear()
     assert cli.main([*argv, "2"]) == 0
-    assert [plan["dp"] for plan in plans] == [2, 2, 1], "the second failure without progress takes fewer"
+    assert [plan["dp"] for plan in plans] == [2, 2, 1], "the second failure without progress uses fewer"
     assert steps(tmp_path / "run") == [1, 2, 3, 4]
 
 
-def test_what_is_no_run_directory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["resume", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
 
 
 def exhausts_memory(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """Whole micro-batches without recompute need more memory in step 3 than any host has."""
+    """Full micro-batches without recompute need more memory in step 3 than any host has."""
     plan = own_plan(argv)
     if plan["micro_batch"] == 4 and plan["recompute"] == "none" and env["RANK"] == "1":
         scale_losses(lambda count: 1.0 if count < 3 else float(torch.empty(2**60, dtype=torch.uint8)[0]))
     enter_worker(argv, env)
 
 
-def test_out_of_memory_shows_the_next_plan_or_goes_on_under_it(
+def test_out_of_memory_shows_the_next_plan_or_switches_to_it(
     recipe: Path, tmp_path: Path, attempts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plans = attempts(exhausts_memory)
@@ -164,7 +166,7 @@ def test_out_of_memory_shows_the_next_plan_or_goes_on_under_it(
     first, second = plans
     assert second["memory"]["total"] < 0.9 * first["memory"]["total"]
     assert second["micro_batch"] * second["grad_accum"] * second["dp"] == 8
-    assert "starting again from step 2" in capsys.readouterr().out
+    assert "restarting from step 2" in capsys.readouterr().out
     assert steps(tmp_path / "replan") == [1, 2, 3, 4]
     written = yaml.safe_load((tmp_path / "replan" / "recipe.yaml").read_text())
     assert written["strategy"]["micro_batch"] == second["micro_batch"]

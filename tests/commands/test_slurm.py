@@ -1,4 +1,4 @@
-"""An emitted sbatch script in a real Slurm: it trains, is preempted, is queued again, goes on, and completes."""
+"""An emitted sbatch script on a real Slurm: it trains, is preempted, requeued, resumes and completes."""
 
 from __future__ import annotations
 

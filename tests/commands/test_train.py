@@ -1,4 +1,4 @@
-"""`toolkit train` as a person runs it: files, W&B, a rank that dies."""
+"""`toolkit train` as a user runs it: files, W&B, a rank that is killed, an interrupt."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_files_console_and_wandb(recipe: Path, tmp_path: Path) -> None:
         assert words in out, words
     assert json.loads((run / "summary.json").read_text())["status"] == "done"
     offline = list(run.glob("wandb/offline-run-*/run-*.wandb"))
-    assert len(offline) == 1, "one W&B run a job"
+    assert len(offline) == 1, "one W&B run per job"
     raw = offline[0].read_bytes()
     for words in (b"global_batch", b"zero_stage", b"grad_norm", b"tests"):
         assert words in raw, words
@@ -94,7 +94,7 @@ def test_an_interrupt_ends_every_worker(recipe: Path, tmp_path: Path) -> None:
 
 
 def start_and_wait(recipe: Path, directory: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A long run that has recorded a step, and the process ids of its workers."""
+    """Start a long run, wait for its first recorded step, and return it with the process ids of its workers."""
     process = start(recipe, directory, "train.steps=100000", "metrics.wandb.mode=disabled")
     metrics = directory / "metrics.jsonl"
     deadline = time.monotonic() + 120

@@ -1,4 +1,4 @@
-"""Plans inside transformers.Trainer, TRL's SFTTrainer and an accelerate loop: the losses of our own trainer."""
+"""Plans inside transformers.Trainer, TRL's SFTTrainer and an accelerate loop: the losses of toolkit.train."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_losses_of_our_own_trainer(train: Trainer, case: str) -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("strategy={name: pipeline, pp: 2}", "pp 2 is for our own trainer only; use toolkit.train"),
-        ("strategy={name: tensor_parallel, tp: 2}", "tp 2 is for our own trainer only"),
-        ("train.grad_reduce=sum", "other trainers take the mean"),
+        ("strategy={name: pipeline, pp: 2}", "pp 2 is supported by toolkit.train only; use that"),
+        ("strategy={name: tensor_parallel, tp: 2}", "tp 2 is supported by toolkit.train only"),
+        ("train.grad_reduce=sum", "other trainers average gradients"),
     ],
 )
 def test_what_they_can_not_do_is_refused(
@@ -60,6 +60,6 @@ def test_what_they_can_not_do_is_refused(
         give(api.plan(recipe_mapping, override, nproc=2))
 
 
-def test_a_warm_up_that_differs_is_said(recipe_mapping: dict[str, Any]) -> None:
+def test_a_warm_up_that_differs_is_reported(recipe_mapping: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="one step behind"):
         api.training_arguments(api.plan(recipe_mapping, "strategy.name=zero", "train.warmup=2", nproc=2), "out")

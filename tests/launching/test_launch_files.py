@@ -1,4 +1,4 @@
-"""Emitted files: they plan to exactly the same plan, and run without us."""
+"""Emitted files resolve to exactly the same plan, and run without the toolkit's launcher."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_files_of_the_contract(recipe: Path, tmp_path: Path, target: str) -> Non
     ],
 )
 def test_scripts_are_commands_of_the_page(recipe: Path, tmp_path: Path, target: str, command: str) -> None:
-    """Those commands are run by the page's test; the script adds where to, and how often again."""
+    """The page's test runs those commands; the script adds the run directory and the number of restarts."""
     assert main(["emit", str(recipe), "--nproc", "2", "--for", target, "--out", str(tmp_path / "out")]) == 0
     assert command in launching_page.commands("Your own launcher")
     assert f"\nexec {command} " in (tmp_path / "out" / "launch.sh").read_text()
@@ -100,7 +100,7 @@ def test_kubernetes_manifests_keep_to_the_schema(recipe: Path, tmp_path: Path, c
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
-def test_the_schema_finds_faults(recipe: Path, tmp_path: Path) -> None:
+def test_the_schema_finds_problems(recipe: Path, tmp_path: Path) -> None:
     _, job = manifest(recipe, tmp_path / "k", CLUSTERS["CPU"])
     role = job["spec"]["pytorchReplicaSpecs"]["Master"]
     role["template"]["spec"]["containers"][0]["volumeMount"] = []
@@ -118,10 +118,10 @@ def test_kubernetes_manifest(recipe: Path, tmp_path: Path) -> None:
     assert (roles["Master"]["replicas"], roles["Worker"]["replicas"]) == (1, 3)
     pod = roles["Worker"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["name"] == "pytorch", "the operator looks for this name"
+    assert container["name"] == "pytorch", "the operator requires this name"
     assert container["image"] == "host/team/x:1.2"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
-    assert container["command"][-1].startswith("runs/My_Run-"), "a pod that is started again goes on there"
+    assert container["command"][-1].startswith("runs/My_Run-"), "a restarted pod resumes there"
     assert any(volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"])
     assert all("value" not in variable for variable in container["env"]), "secrets by reference"
 
@@ -140,7 +140,7 @@ def test_images_are_checked(
 
 
 def test_torchrun_on_two_nodes_starts_failed_workers_again(tmp_path: Path, launch_reference: list[float]) -> None:
-    """Two agents on this machine, by the page's commands; when a worker of one is killed, both start theirs again."""
+    """Two torchrun agents on this machine, with the page's commands: when a worker is killed, both restart theirs."""
     emit, start = launching_page.commands("torchrun on many nodes")
     workspace = launching_page.workspace(tmp_path)
     launching_page.run(f"{emit} train.steps=40", workspace, launching_page.environment())
@@ -161,7 +161,7 @@ def test_torchrun_on_two_nodes_starts_failed_workers_again(tmp_path: Path, launc
 
 
 def at_step(run: Path, step: int) -> int:
-    """Process id of rank 1 once it has done so many steps."""
+    """Wait until rank 1 reaches a step; return its process id."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         beats = heartbeat.read_all(run / "heartbeats")

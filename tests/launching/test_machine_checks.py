@@ -1,4 +1,4 @@
-"""The doctor finds what is planted, and says how to fix it."""
+"""The machine checks find planted problems and say how to fix them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import pytest
 
 from toolkit import cli
 from toolkit.launching import machine_checks
+from toolkit.launching.environment import has_wandb_key
 from toolkit.launching.machine_checks import CheckContext, examine
 
 
-def site(tmp_path: Path, **env: str) -> CheckContext:
+def context(tmp_path: Path, **env: str) -> CheckContext:
     return CheckContext(tmp_path / "runs" / "not-made-yet", {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), **env})
 
 
 def test_a_machine_that_trains_has_no_errors(tmp_path: Path) -> None:
-    findings = examine(site(tmp_path))
+    findings = examine(context(tmp_path))
     assert [finding for finding in findings if finding.level == "error"] == []
     assert {f.check for f in findings} >= {
         "versions",
@@ -35,15 +36,15 @@ def test_a_stale_lock_of_a_build_is_found(tmp_path: Path) -> None:
     lock = tmp_path / "ext" / "py311_cpu" / "shm_comm" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert examine(site(tmp_path), (machine_checks.stale_locks,))[0].level == "ok", "a build may be under way"
+    assert examine(context(tmp_path), (machine_checks.stale_locks,))[0].level == "ok", "a build may be under way"
     os.utime(lock, (time.time() - 3600, time.time() - 3600))
-    found = examine(site(tmp_path), (machine_checks.stale_locks,))[0]
+    found = examine(context(tmp_path), (machine_checks.stale_locks,))[0]
     assert (found.level, found.fix) == ("error", f"rm {lock}")
 
 
 def test_an_old_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda package: "0.1")
-    found = examine(site(tmp_path), (machine_checks.versions,))
+    found = examine(context(tmp_path), (machine_checks.versions,))
     assert [finding.level for finding in found] == ["error"] * 3
     assert "CVE-2026-4372" in found[1].what
 
@@ -57,8 +58,23 @@ def test_a_host_that_does_not_answer_is_found(tmp_path: Path, capsys: pytest.Cap
     assert "fix:" in out
 
 
-def test_hidden_devices_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_wandb_is_found_in_the_environment_and_in_netrc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not has_wandb_key({})
+    assert has_wandb_key({"WANDB_API_KEY": "0" * 40})
+    (tmp_path / ".netrc").write_text("machine example.com\n  login user\n  password x\n")
+    assert not has_wandb_key({})
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    assert has_wandb_key({})
+    assert "API key found" in examine(context(tmp_path), (machine_checks.wandb_login,))[0].what
+    (tmp_path / ".netrc").write_text("machine\n")
+    assert not has_wandb_key({}), "a damaged file is not an error"
+
+
+def test_hidden_devices_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([Path("/dev/nvidia0"), Path("/dev/nvidia1")]))
-    found = examine(site(tmp_path, CUDA_VISIBLE_DEVICES="0"), (machine_checks.devices,))[0]
+    found = examine(context(tmp_path, CUDA_VISIBLE_DEVICES="0"), (machine_checks.devices,))[0]
     assert found.level == "warning"
     assert "unset CUDA_VISIBLE_DEVICES" in found.fix

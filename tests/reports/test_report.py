@@ -1,4 +1,4 @@
-"""`toolkit report`: the reader on broken and long files, the terminal, and the page in a browser."""
+"""`toolkit report`: the reader on damaged and long files, the terminal output, and the page in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scaling curves: arithmetic by hand on a made-up curve, and the shape of real ones."""
+"""Scaling curves: arithmetic worked by hand on an invented curve, and the shape of real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several commands share: recipe arguments and the tables that show a decision."""
+"""Arguments that several commands share: recipe, hosts, launcher, restarts and islands."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ import argparse
 from pathlib import Path
 
 from toolkit.errors import BadInput
+from toolkit.launching import launchers
 from toolkit.launching.hostfile import Host, read_hostfile
 from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
 from toolkit.run_dir.async_islands import parse_address
-from toolkit.sessions.async_islands import IslandArguments
+from toolkit.sessions.hosts import IslandOptions, LaunchOptions
 from toolkit.sessions.tiny_recipe import tiny_recipe
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
-    """RECIPE, overrides, --tiny and --nproc."""
-    parser.add_argument("recipe", help="recipe file")
+    """Add RECIPE, overrides, --tiny and --nproc."""
+    parser.add_argument("recipe", help="recipe file, or the name of a shipped recipe")
     parser.add_argument(
-        "--tiny", action="store_true", help="a tiny twin: small model, few steps, processes of this machine"
+        "--tiny", action="store_true", help="use a tiny model and a few steps, in CPU processes of this machine"
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change, parsed as YAML")
+    add_overrides(parser)
     if nproc:
         parser.add_argument(
-            "--nproc", type=positive, metavar="N", help="processes; default: every device of the cluster"
+            "--nproc", type=positive, metavar="N", help="number of processes (default: every device of the cluster)"
         )
 
 
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Add `key=value` overrides of recipe keys."""
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to override, parsed as YAML")
+
+
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """The recipe that the arguments name."""
+    """Read the recipe that the arguments name."""
     path = find_recipe(args.recipe)
     if not args.tiny:
         return load_recipe(path, args.overrides)
@@ -37,60 +43,70 @@ def read_recipe(args: argparse.Namespace) -> Recipe:
 
 
 def positive(text: str) -> int:
-    """An argument of at least 1."""
+    """Parse an argument of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} given; at least 1 is required")
     return number
 
 
-def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """--hostfile, --include and --exclude."""
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `LaunchOptions`: launcher, hosts, restarts and islands."""
     parser.add_argument(
-        "--hostfile", type=Path, metavar="F", help="train on these hosts (`NAME slots=N` a line), reached by ssh"
+        "--launcher",
+        choices=launchers.LAUNCHERS,
+        default="local",
+        help="what starts the workers (default: local, toolkit itself)",
     )
     parser.add_argument(
-        "--include", default="", metavar="HOSTS", help="only these of the hostfile: HOST@HOST:SLOT,SLOT"
-    )
-    parser.add_argument("--exclude", default="", metavar="HOSTS", help="all of the hostfile but these")
-
-
-def read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts to train on; none: this one."""
-    if args.hostfile is None:
-        given = [option for option in ("include", "exclude") if getattr(args, option)]
-        if given:
-            raise BadInput(f"--{given[0]}", "chooses from a hostfile; give --hostfile, too")
-        return ()
-    if args.nproc is not None:
-        raise BadInput("--nproc", "excludes --hostfile, whose slots say how many processes; choose some with --include")
-    return read_hostfile(args.hostfile, args.include, args.exclude)
-
-
-def add_island_arguments(parser: argparse.ArgumentParser) -> None:
-    """--mailbox and --island."""
-    parser.add_argument(
-        "--mailbox", metavar="HOST:PORT", help="with train.outer.mode=async: where `toolkit mailbox` listens"
+        "--hostfile", type=Path, metavar="F", help="train on these hosts over ssh; one line `NAME slots=N` per host"
     )
     parser.add_argument(
-        "--island", type=int, metavar="K", help="start this island only, counted from 0; with --mailbox"
+        "--include", default="", metavar="HOSTS", help="use only these hosts of the hostfile: HOST@HOST:SLOT,SLOT"
     )
-
-
-def read_part(args: argparse.Namespace) -> IslandArguments:
-    """From the command line."""
-    if (args.mailbox is None) != (args.island is None):
-        raise BadInput("--island", "--island and --mailbox go together: which island this is, and where all meet")
-    return IslandArguments(None if args.mailbox is None else parse_address(args.mailbox), args.island)
-
-
-def add_restart_argument(parser: argparse.ArgumentParser) -> None:
-    """--max-restarts."""
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="use all hosts of the hostfile except these")
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=0,
         metavar="N",
-        help="when a rank fails, go on from the last checkpoint, at most N times; a second failure without progress "
-        "takes fewer processes (default 0)",
+        help="when a rank fails, restart from the last checkpoint, at most N times; after a second failure without "
+        "progress, with fewer processes (default 0)",
     )
+    parser.add_argument(
+        "--rendezvous",
+        "--mailbox",
+        metavar="HOST:PORT",
+        help="with train.outer.mode=async: address of `toolkit rendezvous` (--mailbox is the old name)",
+    )
+    parser.add_argument(
+        "--island", type=int, metavar="K", help="start only this island, counted from 0; needs --rendezvous"
+    )
+
+
+def read_launch_options(args: argparse.Namespace, *, resuming: bool = False) -> LaunchOptions:
+    """Read `LaunchOptions` from the arguments."""
+    if (args.rendezvous is None) != (args.island is None):
+        what = "--island and --rendezvous go together: which island this is, and where it meets the others"
+        raise BadInput("--island", what)
+    address = None if args.rendezvous is None else parse_address(args.rendezvous)
+    return LaunchOptions(
+        launcher=args.launcher,
+        hosts=_read_hosts(args),
+        max_restarts=args.max_restarts,
+        resuming=resuming,
+        islands=IslandOptions(address, args.island),
+    )
+
+
+def _read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """Read the hosts to train on; empty: this host."""
+    if args.hostfile is None:
+        given = [option for option in ("include", "exclude") if getattr(args, option)]
+        if given:
+            raise BadInput(f"--{given[0]}", "selects hosts of a hostfile; give --hostfile, too")
+        return ()
+    if args.nproc is not None:
+        what = "can't be combined with --hostfile, whose slots determine the number of processes; use --include"
+        raise BadInput("--nproc", what)
+    return read_hostfile(args.hostfile, args.include, args.exclude)

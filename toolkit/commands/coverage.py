@@ -1,4 +1,4 @@
-"""`toolkit coverage`: which model types train exactly under which strategy."""
+"""`toolkit coverage`: which model types give the loss of one process under which strategy."""
 
 from __future__ import annotations
 
@@ -9,56 +9,53 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from toolkit.errors import BadInput
 from toolkit.recipe.schema import nearest
+from toolkit.sessions.parity import CoverageRows, cover_types
 
 if TYPE_CHECKING:
     from toolkit.runtime.proofs.coverage import Result
 
-Rows = dict[str, dict[str, "Result"]]
 COLOURS = {"ok": "green", "refused": "yellow", "mismatch": "red", "untrainable": "dim"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument("--types", metavar="A,B", help="model types (default: every causal-LM type of transformers)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as docs/coverage.md has it")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.add_argument(
-        "--cache", type=Path, metavar="FILE", help="keep results there, a line a type, and go on from it"
+        "--cache",
+        type=Path,
+        metavar="FILE",
+        help="store results there, one line per type, and reuse them",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if no type differs from one process; 1 if one does."""
-    from toolkit.runtime.proofs.coverage import Result, causal_types, cover
+    """Return 0 if every type agrees with one process, 1 if one does not."""
+    from toolkit.runtime.proofs.coverage import causal_types
 
     types = _wanted(args.types, causal_types())
-    rows: Rows = {name: {case: Result(**result) for case, result in row.items()} for name, row in _cached(args.cache)}
     console = Console(stderr=args.json)
     with console.status("") as status:
-        for number, name in enumerate(types, 1):
-            status.update(f"{name} ({number} of {len(types)})")
-            if name not in rows:
-                rows[name] = cover(name)
-                _keep(args.cache, name, rows[name])
-    shown = {name: rows[name] for name in types}
+        rows = cover_types(types, args.cache, lambda name, number: status.update(f"{name} ({number} of {len(types)})"))
     if args.markdown:
-        args.markdown.write_text(markdown(shown), encoding="utf-8")
+        args.markdown.write_text(markdown(rows), encoding="utf-8")
     if args.json:
-        print(json.dumps({name: {case: asdict(r) for case, r in row.items()} for name, row in shown.items()}, indent=1))
+        print(json.dumps({name: {case: asdict(r) for case, r in row.items()} for name, row in rows.items()}, indent=1))
     else:
-        console.print(_table(shown))
-    return 1 if any(result.status == "mismatch" for row in shown.values() for result in row.values()) else 0
+        console.print(_table(rows))
+    return 1 if any(result.status == "mismatch" for row in rows.values() for result in row.values()) else 0
 
 
-def counts(rows: Rows) -> dict[str, Counter[str]]:
-    """Case → status → number of types."""
+def counts(rows: CoverageRows) -> dict[str, Counter[str]]:
+    """Return case → status → number of types."""
     found: dict[str, Counter[str]] = {}
     for row in rows.values():
         for case, result in row.items():
@@ -66,8 +63,8 @@ def counts(rows: Rows) -> dict[str, Counter[str]]:
     return found
 
 
-def markdown(rows: Rows) -> str:
-    """docs/coverage.md: counts, then a line a type, then why others are not there."""
+def markdown(rows: CoverageRows) -> str:
+    """Return docs/coverage.md: counts, one line per type, and why the other types are missing."""
     trained = {name: row for name, row in rows.items() if not _untrainable(row)}
     left = {name: next(iter(row.values())).reason for name, row in rows.items() if _untrainable(row)}
     cases = list(next(iter(rows.values())))
@@ -101,9 +98,11 @@ def markdown(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def _reasons(rows: Rows) -> list[str]:
-    told = [(n, case, r) for n, row in sorted(rows.items()) for case, r in row.items() if r.reason]
-    return [f"`{name}`, {case}: {result.status}: {_short(result.reason)}" for name, case, result in told] or ["none"]
+def _reasons(rows: CoverageRows) -> list[str]:
+    with_reason = [(n, case, r) for n, row in sorted(rows.items()) for case, r in row.items() if r.reason]
+    return [f"`{name}`, {case}: {result.status}: {_short(result.reason)}" for name, case, result in with_reason] or [
+        "none"
+    ]
 
 
 def _cell(result: Result) -> str:
@@ -131,25 +130,13 @@ def _wanted(given: str | None, known: list[str]) -> list[str]:
     names = given.split(",")
     for name in names:
         if name not in known:
-            raise BadInput("--types", f"{name!r} is no causal-LM type of this transformers{nearest(name, known)}")
+            raise BadInput("--types", f"{name!r} is not a causal-LM type of transformers here{nearest(name, known)}")
     return names
 
 
-def _cached(path: Path | None) -> list[tuple[str, dict[str, dict[str, Any]]]]:
-    if path is None or not path.exists():
-        return []
-    return [(line["type"], line["cases"]) for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
-
-
-def _keep(path: Path | None, name: str, row: Mapping[str, Result]) -> None:
-    if path is not None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"type": name, "cases": {case: asdict(r) for case, r in row.items()}}) + "\n")
-
-
-def _table(rows: Rows) -> Table:
+def _table(rows: CoverageRows) -> Table:
     total = counts(rows)
-    table = Table(title="relative loss difference to one process, or why not", show_footer=True)
+    table = Table(title="relative loss difference to one process, or the reason why not", show_footer=True)
     table.add_column("type", footer="ok")
     for case, numbers in total.items():
         table.add_column(case, footer=str(numbers["ok"]))

@@ -1,4 +1,4 @@
-"""`toolkit data`: look at the data before training."""
+"""`toolkit data`: show what a run would train on."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     add_recipe_arguments(parser, nproc=False)
-    parser.add_argument("--steps", type=positive, default=3, metavar="K", help="steps to list (default 3)")
+    parser.add_argument("--steps", type=positive, default=3, metavar="K", help="number of steps to list (default 3)")
     parser.add_argument(
-        "--world", type=positive, metavar="N", help="also show how N data-parallel replicas share each step"
+        "--world", type=positive, metavar="N", help="also show which samples each of N data-parallel replicas gets"
     )
     parser.add_argument("--samples", type=int, default=2, metavar="M", help="decoded samples to show (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show what a run of the recipe would train on."""
+    """Load the data of a recipe and print counts, sample ids of the first steps and a few samples."""
     console = Console(stderr=args.json)
     recipe = check(read_recipe(args), environment.environment(), console.print)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print banners; standard output is for the result
         from toolkit.runtime.data.load import load_data
         from toolkit.runtime.models.input_spec import input_spec_of
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(loaded: Dataset) -> dict[str, Any]:
-    """The numbers of the contract, and a few more."""
+    """Return the counts that `toolkit data --json` prints."""
     return {
         "documents": loaded.documents,
         "tokens": loaded.tokens,
@@ -63,7 +63,7 @@ def summary(loaded: Dataset) -> dict[str, Any]:
 
 
 def step_ids(recipe: Recipe, loaded: Dataset, steps: int, world: int | None) -> list[dict[str, Any]]:
-    """Sample ids of the first steps, the same for every world size; with a world also each replica's."""
+    """Return the sample ids of the first steps, the same for every world size; with `world`, also by replica."""
     from toolkit.runtime.data.sample_order import PAST_END, own_share
 
     order = loaded.order(recipe, recipe.train.global_batch)
@@ -95,7 +95,7 @@ def _show(console: Console, loaded: Dataset, steps: list[dict[str, Any]]) -> Non
 
 
 def _show_sample(console: Console, loaded: Dataset, number: int) -> None:
-    """One sample as text: what the loss counts is bright, the rest is dim."""
+    """Print one sample as text: tokens that count in the loss are bold, the others dim."""
     import numpy as np
 
     from toolkit.runtime.models.micro_batch import IGNORE
@@ -107,23 +107,25 @@ def _show_sample(console: Console, loaded: Dataset, number: int) -> None:
         console.print(f"image {tuple(micro.shape[1:])}, class {int(micro.labels[0])}", highlight=False)
         return
     if micro.labels.dim() == 1 or micro.decoder_input_ids is not None:
-        kept = micro.input_ids[0][micro.attention_mask[0] == 1] if micro.attention_mask is not None else micro.input_ids
-        console.print(Text(loaded.tokenizer.decode(kept.flatten().tolist())))
-        wanted = micro.labels[0]
-        shown = int(wanted) if wanted.dim() == 0 else loaded.tokenizer.decode(wanted[wanted != IGNORE].tolist())
+        tokens = (
+            micro.input_ids[0][micro.attention_mask[0] == 1] if micro.attention_mask is not None else micro.input_ids
+        )
+        console.print(Text(loaded.tokenizer.decode(tokens.flatten().tolist())))
+        target = micro.labels[0]
+        shown = int(target) if target.dim() == 0 else loaded.tokenizer.decode(target[target != IGNORE].tolist())
         console.print(f"→ {shown}", highlight=False, markup=False)
         return
     console.print(_marked(loaded, micro.input_ids[0].tolist(), micro.labels[0].tolist(), IGNORE))
 
 
 def _marked(loaded: Dataset, ids: list[int], labels: list[int], ignored: int) -> Text:
-    """Runs of tokens that count, or do not; a token counts if its prediction does."""
+    """Return the text with counted tokens in bold; a token counts if the loss includes its prediction."""
     assert loaded.tokenizer is not None
     flags = [False, *(label != ignored for label in labels[:-1])]
     text, start = Text(), 0
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or flags[place] != flags[start]:
-            part = loaded.tokenizer.decode(ids[start:place])
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or flags[end] != flags[start]:
+            part = loaded.tokenizer.decode(ids[start:end])
             text.append(part, style="bold" if flags[start] else "dim")
-            start = place
+            start = end
     return text

@@ -1,4 +1,4 @@
-"""`toolkit emit`: the launch files of a plan, to run without us."""
+"""`toolkit emit`: write launch files that start a plan without the toolkit's own launcher."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     add_recipe_arguments(parser)
-    parser.add_argument("--for", dest="target", required=True, choices=tuple(TARGETS), help="who starts the job")
-    parser.add_argument("--image", metavar="NAME", help=f"k8s: the container's image (default {IMAGE})")
+    parser.add_argument("--for", dest="target", required=True, choices=tuple(TARGETS), help="what starts the job")
+    parser.add_argument("--image", metavar="NAME", help=f"container image, with --for k8s (default {IMAGE})")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to write into")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, then write the files."""
+    """Plan a recipe and write the files."""
     _check_image(args)
     resolved = resolve(read_recipe(args), args.nproc)
     plan, cluster = resolved.chosen.plan, resolved.job.cluster
     if args.target == "accelerate" and plan.pp > 1:
-        raise BadInput("--for", "accelerate has no pipeline; use --for deepspeed or torchrun, or fix strategy.pp=1")
+        raise BadInput(
+            "--for",
+            "accelerate does not support pipeline parallelism; use --for deepspeed or torchrun, or set strategy.pp=1",
+        )
     recipe = fixed_recipe(resolved.recipe, plan, cluster)
     emission = Emission(
         recipe=recipe,
@@ -42,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _write(args.out, files(args.target, emission))
     Console().print(
-        f"{plan.describe()}\nwritten to {args.out}; start it with {args.out / 'launch.sh'}", highlight=False
+        f"{plan.describe()}\nwritten to {args.out}; start the job with {args.out / 'launch.sh'}", highlight=False
     )
     return 0
 
@@ -51,7 +54,7 @@ def _check_image(args: argparse.Namespace) -> None:
     if args.image is None:
         return
     if args.target != "k8s":
-        raise BadInput("--image", f"used with --for k8s only; --for {args.target} has no container")
+        raise BadInput("--image", f"is used by --for k8s only; --for {args.target} has no container")
     if not _IMAGE.fullmatch(args.image):
         raise BadInput("--image", f"{show(args.image)} given; REGISTRY/NAME:TAG or NAME@sha256:... is required")
 
@@ -59,7 +62,7 @@ def _check_image(args: argparse.Namespace) -> None:
 def _write(out: Path, contents: dict[str, str]) -> None:
     present = [name for name in contents if (out / name).exists()]
     if present:
-        raise BadInput("--out", f"{out} has {present[0]} already; choose another directory, or remove it")
+        raise BadInput("--out", f"{out} already contains {present[0]}; choose another directory, or remove it")
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in contents.items():

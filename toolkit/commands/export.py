@@ -1,4 +1,4 @@
-"""`toolkit export`: a checkpoint as a Hugging Face directory."""
+"""`toolkit export`: write a checkpoint as a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from toolkit.run_dir.layout import newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run: its newest")
-    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory to make")
-    parser.add_argument("--merge", action="store_true", help="LoRA: merge the adapters into the base")
+    """Add the arguments of the command."""
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with the model of the recipe"
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run directory to export its newest"
+    )
+    parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory to create")
+    parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the base model")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="execute Python code that comes with the recipe's model"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the directory."""
+    """Export the checkpoint."""
     checkpoint = newest(args.checkpoint)
     from toolkit.runtime.checkpoint.export import export
 

@@ -1,4 +1,4 @@
-"""`toolkit keys`: every recipe key, from the one place where it is documented."""
+"""`toolkit keys`: list every recipe key with its type, default and meaning."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from toolkit.recipe.documentation import recipe_keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("prefix", nargs="?", default="", help="only keys that start so, e.g. train")
+    """Add the arguments of the command."""
+    parser.add_argument("prefix", nargs="?", default="", help="list only keys that start with this, e.g. train")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the table."""
+    """Print the table."""
     table = Table("key", "type", "default", "meaning")
     for key in recipe_keys():
         if key.path.startswith(args.prefix):

@@ -1,4 +1,4 @@
-"""`toolkit parity`: is every strategy's loss that of one process?"""
+"""`toolkit parity`: check that every strategy gives the losses and gradient norms of one process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rich.table import Table
 from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.errors import NoPlanFits
 from toolkit.launching import environment
-from toolkit.sessions.parity import Outcome, compare, reference
+from toolkit.sessions.parity import Outcome, compare, parity_json, reference
 from toolkit.sessions.preflight import check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     add_recipe_arguments(parser)
     parser.add_argument(
         "--strategies",
         default="all",
         metavar="A,B",
-        help="strategies or variants, e.g. zero,data_parallel (default all)",
+        help="strategies or variants to compare, e.g. zero,data_parallel (default all)",
     )
     parser.add_argument("--steps", type=int, default=10, metavar="K", help="steps to compare (default 10)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if every strategy that can run agrees with one process, 1 if one is off, 3 if none can run."""
+    """Return 0 if every strategy that can run agrees with one process, 1 if one does not, 3 if none can run."""
     console = Console(stderr=args.json)
     recipe, nproc = check(read_recipe(args), environment.environment(), console.print), args.nproc or 2
     with console.status("one process") as status:
@@ -39,12 +39,7 @@ def run(args: argparse.Namespace) -> int:
             outcomes.append(outcome)
             status.update(f"{outcome.name} done")
     if args.json:
-        report = {
-            "steps": args.steps,
-            "reference": list(expected.loss),
-            "strategies": {o.name: o.to_json() for o in outcomes},
-        }
-        print(json.dumps(report, indent=1))
+        print(json.dumps(parity_json(args.steps, expected, outcomes), indent=1))
     else:
         console.print(_table(outcomes, args.steps, nproc))
     if all(outcome.refused for outcome in outcomes):

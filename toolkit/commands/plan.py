@@ -1,4 +1,4 @@
-"""`toolkit plan`: ranked plans and refusals with reasons; no torch."""
+"""`toolkit plan`: rank plans and give reasons for refusals, without importing torch."""
 
 from __future__ import annotations
 
@@ -11,30 +11,34 @@ from rich.console import Console
 from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.recipe.file import dump_recipe
 from toolkit.reports.plan_page import render
-from toolkit.reports.plan_table import show_decision, show_notes
+from toolkit.reports.tables import show_decision, show_notes
 from toolkit.sessions.resolve import plan_notes, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     add_recipe_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="plans to show (default 5)")
-    parser.add_argument("--objective", default="throughput", help="throughput (default), time, cost or memory")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with all plans: memory, time, refusals")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of plans to show (default 5)")
+    parser.add_argument(
+        "--objective", default="throughput", help="what to rank by: throughput (default), time, cost or memory"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write an HTML page with all plans: memory, time, refusals"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, show, and exit 3 if nothing fits."""
+    """Plan a recipe and print the ranking; raise `NoPlanFits` (exit code 3) if no plan fits."""
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
     if args.html:
         args.html.write_text(render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)), encoding="utf-8")
-    found = plan_notes(resolved)
+    notes = plan_notes(resolved)
     if args.json:
-        print(json.dumps({**resolved.decision.to_json(), "notes": found}, indent=1))
+        print(json.dumps({**resolved.decision.to_json(), "notes": notes}, indent=1))
     else:
         console = Console()
         show_decision(resolved.decision, console, args.top)
-        show_notes(found, console)
-    _ = resolved.chosen
+        show_notes(notes, console)
+    _ = resolved.chosen  # raises if no plan fits
     return 0

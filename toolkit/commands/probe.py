@@ -16,16 +16,22 @@ from toolkit.launching import environment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes; default: every device, or 2 on a CPU")
+    """Add the arguments of the command."""
     parser.add_argument(
-        "--seconds", type=float, default=0.3, metavar="S", help="time for each of some 30 measurements (default 0.3)"
+        "--nproc", type=int, metavar="N", help="number of processes (default: every device, or 2 on a CPU)"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write the cluster file; default: print it")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.3,
+        metavar="S",
+        help="seconds for each of about 30 measurements (default 0.3)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="cluster file to write (default: print it)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, then write or print."""
+    """Measure, then write or print the cluster file."""
     from toolkit.runtime.machine.network import describe, device_count
     from toolkit.runtime.machine.probe import Measured, measure, measure_job
 
@@ -36,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     job = environment.job_place()
     console = Console(stderr=True, quiet=job is not None and job.rank > 0)
     if job is not None and args.nproc is not None:
-        raise BadInput("--nproc", "the launcher has started the processes of this job; leave it out")
+        raise BadInput("--nproc", "the launcher has already started the processes of this job; remove it")
     for line in describe():
         console.print(line, highlight=False)
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console) as bar:
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if found.backend != "cpu" and find_device(found.device) is None:
         near = ", ".join(nearest_names(found.device))
-        console.print(f"{found.device!r} is not a known kind: put the nearest into the file's `device`: {near}")
+        console.print(f"{found.device!r} is not a known device: set `device` in the file to the closest one: {near}")
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _deliver(cluster_yaml(found, host_bytes=host), args.out, console)
     return 0
@@ -66,4 +72,4 @@ def _deliver(text: str, out: Path | None, console: Console) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    console.print(f"written: {out}; use it with cluster={out}", highlight=False, soft_wrap=True)
+    console.print(f"written to {out}; use it with cluster={out}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`toolkit report`: look at a run, or compare several."""
+"""`toolkit report`: show a run, or compare several."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from toolkit.secrets import secrets_in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; several are compared")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory; give several to compare them"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained HTML page instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the report, or write the page."""
+    """Print the report, or write the page."""
     from toolkit.reports.reader import read_run
     from toolkit.reports.run_page import render
     from toolkit.reports.terminal import show

@@ -1,4 +1,4 @@
-"""`toolkit sample`: text from a run's newest checkpoint, so that people see what it learned."""
+"""`toolkit sample`: generate text from a run's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -12,25 +12,33 @@ from toolkit.run_dir.layout import newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     parser.add_argument(
-        "run", type=Path, metavar="RUN_DIR", help="a run, whose newest checkpoint is taken, or a checkpoint"
+        "run", type=Path, metavar="RUN_DIR", help="a run directory, whose newest checkpoint is used, or a checkpoint"
     )
-    parser.add_argument("prompt", help="what the text begins with; for chat and instruction: what the user says")
-    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="most new tokens (default 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: the likeliest (default 0.8)")
+    parser.add_argument("prompt", help="start of the text; for chat and instruction data, the user's message")
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="S", help="the same seed gives the same text (default 0)"
+        "--tokens", type=positive, default=128, metavar="N", help="largest number of new tokens (default 128)"
     )
     parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that comes with the model of the recipe"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 picks the likeliest token (default 0.8)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="random seed; the same seed gives the same text (default 0)"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="execute Python code that comes with the recipe's model"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and what the model makes of it."""
+    """Print the prompt and the text that the model generates after it."""
     checkpoint = newest(args.run)
-    with contextlib.redirect_stdout(sys.stderr):  # libraries greet on standard output, which is for the answer
+    with contextlib.redirect_stdout(sys.stderr):  # libraries print banners; standard output is for the text
         from toolkit.runtime.generate_text import sample
 
         text = sample(

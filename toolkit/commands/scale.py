@@ -1,9 +1,8 @@
-"""`toolkit scale`: how a recipe scales with the number of devices, strategy by strategy."""
+"""`toolkit scale`: predicted throughput of a recipe by number of devices and strategy."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,50 +11,58 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-import strategies
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
 from toolkit.plans.job import make_job
 from toolkit.plans.noise_scale import advice
 from toolkit.reports.template import fill
-from toolkit.run_dir.layout import RunDir
-from toolkit.sessions.scaling import parse_devices, scaling
+from toolkit.sessions.scaling import measured_critical_batch, parse_devices, proposers, scaling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     add_recipe_arguments(parser)
-    parser.add_argument("--devices", default="8..1024", help="8..16384 (doubling) or a list 8,16,64 (default 8..1024)")
     parser.add_argument(
-        "--tokens", type=_tokens, default=0.0, help="token budget, e.g. 1e12: shows days and device-hours"
+        "--devices", default="8..1024", help="numbers of devices: 8..16384 doubles, 8,16,64 is a list (default 8..1024)"
     )
     parser.add_argument(
-        "--strong", action="store_true", help="keep the global batch; default: it grows with the devices"
+        "--tokens", type=_tokens, default=0.0, help="token budget, e.g. 1e12, to show days and device-hours"
+    )
+    parser.add_argument(
+        "--strong", action="store_true", help="keep the global batch (default: it grows with the number of devices)"
     )
     known = parser.add_mutually_exclusive_group()
     known.add_argument(
-        "--critical-batch", type=positive, metavar="N", help="sequences beyond which a larger batch hardly saves steps"
+        "--critical-batch",
+        type=positive,
+        metavar="N",
+        help="batch size in sequences beyond which a larger one hardly saves steps",
     )
     known.add_argument(
         "--noise-from",
         type=Path,
         metavar="RUN_DIR",
-        help="the critical batch that a run measured (metrics.noise_scale)",
+        help="use the critical batch that a run measured (metrics.noise_scale)",
     )
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the curves as a page")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the curves as an HTML page")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan on every number of devices and show."""
+    """Plan for every number of devices and print the curves."""
     recipe = read_recipe(args)
     job = make_job(recipe, args.nproc)
-    names = list(strategies.registry()) if recipe.strategy.name == "auto" else [recipe.strategy.name]
-    proposers = {name: functools.partial(strategies.propose, name=name) for name in names}
-    critical = measured(args.noise_from) if args.noise_from else args.critical_batch or recipe.train.critical_batch
+    critical: int | None = args.critical_batch or recipe.train.critical_batch
+    if args.noise_from:
+        critical = measured_critical_batch(args.noise_from)
     result = scaling(
-        job, parse_devices(args.devices), proposers, weak=not args.strong, tokens=args.tokens, critical_batch=critical,
-    )  # fmt: skip
+        job,
+        parse_devices(args.devices),
+        proposers(recipe.strategy.name),
+        weak=not args.strong,
+        tokens=args.tokens,
+        critical_batch=critical,
+    )
     if critical:
         result["critical_batch"]["advice"] = advice(critical, recipe.train.global_batch)
     if args.html:
@@ -66,16 +73,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(result, Console())
     return 0
-
-
-def measured(path: Path) -> int:
-    """The noise scale of a run, in sequences."""
-    try:
-        found = json.loads(RunDir(path).summary.read_text(encoding="utf-8"))["noise_scale_sequences"]
-        return max(1, round(float(found)))
-    except (OSError, ValueError, KeyError, TypeError):
-        what = f"{path} has no measured noise scale in summary.json; train with metrics.noise_scale=true first"
-        raise BadInput("--noise-from", what) from None
 
 
 def _tokens(text: str) -> float:
@@ -93,13 +90,13 @@ def _show(result: dict[str, Any], console: Console) -> None:
             console.print(f"[yellow]none[/] {name}: {escape(reason)}", highlight=False)
         end = result["diminishing"][name]
         if end:
-            console.print(f"{name}: beyond {end} devices a doubling brings less than half of one", highlight=False)
+            console.print(f"{name}: beyond {end} devices, doubling them adds less than 50% throughput", highlight=False)
     critical = result["critical_batch"]
     if critical["sequences"]:
         console.print(critical["advice"], highlight=False)
     if critical["passed_at_devices"]:
         console.print(
-            f"from {critical['passed_at_devices']} devices on the batch is larger than the critical batch of "
+            f"from {critical['passed_at_devices']} devices on, the batch exceeds the critical batch of "
             f"{critical['sequences']} sequences: more devices save less training time than shown",
             highlight=False,
         )

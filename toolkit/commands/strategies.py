@@ -1,4 +1,4 @@
-"""`toolkit strategies`: the registry, and the device kinds that plans know."""
+"""`toolkit strategies`: list the strategies, or the known devices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from toolkit.units import GB, GIB, TERA
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("--devices", action="store_true", help="list device kinds instead")
+    """Add the arguments of the command."""
+    parser.add_argument("--devices", action="store_true", help="list the known devices instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the table."""
+    """Print the table."""
     table = _devices() if args.devices else _strategies()
     Console().print(table)
     return 0

@@ -1,4 +1,4 @@
-"""`toolkit tokenizer train`: a byte-level BPE tokenizer from local text."""
+"""`toolkit tokenizer train`: train a byte-level BPE tokenizer on local text."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from toolkit.errors import BadInput
 from toolkit.recipe.data_files import data_files
 
 LEAST_VOCAB = 261
-"""All bytes, and the special tokens."""
+"""All 256 bytes and the special tokens."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
+    """Add the arguments of the command."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    train = actions.add_parser("train", help="learn a vocabulary from text", description="learn a vocabulary from text")
-    train.add_argument("path", help="file, glob or directory, as data.path takes it")
-    train.add_argument("out", type=Path, help="directory to make; data.tokenizer takes it")
-    train.add_argument("--vocab", type=positive, default=8192, metavar="N", help="tokens (default 8192)")
+    train = actions.add_parser("train", help="train a tokenizer on text", description="train a tokenizer on text")
+    train.add_argument("path", help="file, glob or directory, as in data.path")
+    train.add_argument("out", type=Path, help="directory to create, for use as data.tokenizer")
     train.add_argument(
-        "--text-column", default="text", metavar="NAME", help="in files that have columns (default text)"
+        "--vocab", type=positive, default=8192, metavar="N", help="vocabulary size in tokens (default 8192)"
+    )
+    train.add_argument(
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="column with the text, in files that have columns (default text)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Learn and save."""
+    """Train the tokenizer and save it."""
     if args.vocab < LEAST_VOCAB:
         raise BadInput(
             "--vocab", f"{args.vocab} given; at least {LEAST_VOCAB} are required: all bytes and special tokens"
@@ -34,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
     if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         raise BadInput(str(args.out), "already exists and is not empty; choose another directory")
     if data_files(args.path) is None:
-        raise BadInput(args.path, "no such file or directory; a tokenizer is learned from local text")
+        raise BadInput(args.path, "no such file or directory; a tokenizer is trained on local text")
     from toolkit.runtime.corpus.tokenizer import train_tokenizer
 
-    learned = train_tokenizer(args.path, args.text_column, args.vocab, args.out)
-    print(f"{learned.tokens:,} tokens, {learned.bytes_per_token:.2f} bytes of the text each → {args.out}")
+    trained = train_tokenizer(args.path, args.text_column, args.vocab, args.out)
+    print(f"{trained.tokens:,} tokens, {trained.bytes_per_token:.2f} bytes of text per token → {args.out}")
     return 0

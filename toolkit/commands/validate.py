@@ -1,4 +1,4 @@
-"""`toolkit validate`: the cost model's predictions against measurements in a CSV file."""
+"""`toolkit validate`: compare the cost model's predictions with measurements in a CSV file."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from toolkit.cost.validation import validate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("csv", type=Path, help="measurements; columns as in benchmarks/data/published.csv")
+    """Add the arguments of the command."""
+    parser.add_argument("csv", type=Path, help="measurements, with the columns of benchmarks/data/published.csv")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Score and show."""
+    """Score the predictions and print the errors."""
     result = validate(args.csv)
     if args.json:
         print(json.dumps(result, indent=1))
@@ -40,10 +40,10 @@ def _show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for split, error in result["by_split"].items():
         console.print(f"{split}: {error['mape']:.1%} (mean over {error['sources']} sources)", highlight=False)
-    _show_rest(result, console)
+    _show_totals(result, console)
 
 
-def _show_rest(result: dict[str, Any], console: Console) -> None:
+def _show_totals(result: dict[str, Any], console: Console) -> None:
     memory, ranking = result["memory"], result["ranking"]
     if memory["scored"]:
         console.print(f"memory: {memory['mape']:.1%} over {memory['scored']} rows", highlight=False)

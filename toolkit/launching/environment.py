@@ -1,45 +1,46 @@
-"""Environment of launched processes: what they inherit, what a launcher or Slurm has set, free ports."""
+"""Environment of processes: what workers inherit, what a launcher or Slurm has set, API keys, free ports."""
 
 from __future__ import annotations
 
+import netrc
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from toolkit.errors import BadInput
 
 PARENT = "TOOLKIT_PARENT"
-"""Environment variable with the supervisor's process id: a worker whose parent has gone ends itself."""
-
-
+"""Environment variable with the supervisor's process id; a worker ends itself when that process is gone."""
 _EXPORTED = ("NCCL_", "GLOO_", "UCX_", "HF_", "TRANSFORMERS_", "WANDB_", "TORCH_", "OMP_", "DS_", "LD_LIBRARY_PATH")
-
-
+"""Prefixes of the settings that are passed to other hosts."""
 NCCL_ALGORITHMS = {"ring": "Ring", "tree": "Tree"}
-
-
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
 
 
 def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of this process's environment variables, with `added` on top."""
+    """Return a copy of this process's environment variables, with `added` on top."""
     return {**os.environ, **(added or {})}
 
 
 def set_own_ray() -> None:
-    """A Ray that we start ourselves tells its makers nothing, and its processes are no nicer than other launchers'."""
+    """Settings for a Ray cluster that we start ourselves.
+
+    Ray (2.60.0) otherwise sends usage statistics, and lowers the priority of its workers (niceness 15), so that they
+    train slower than under other launchers on a busy host. Values that the user has set are kept.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:
-    """The settings that other hosts get. Secrets are among them: they may travel through ssh, never in an argv."""
+    """Return the settings that other hosts get. They include secrets: pass them through ssh, never in an argv."""
     return {key: value for key, value in env.items() if key.startswith(_EXPORTED) or key.upper() in _PROXIES}
 
 
 def nccl_settings(algorithm: str, env: Mapping[str, str]) -> dict[str, str]:
-    """What makes NCCL reduce by the recipe's algorithm; `BadInput` if the environment says otherwise."""
+    """Return the variables that select NCCL's all-reduce algorithm; raise `BadInput` if the environment has another."""
     if algorithm not in NCCL_ALGORITHMS:
         return {}
     wanted, given = NCCL_ALGORITHMS[algorithm], env.get("NCCL_ALGO")
@@ -50,7 +51,10 @@ def nccl_settings(algorithm: str, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def adopt_slurm() -> None:
-    """Take rank and world from Slurm where `srun` starts workers: the job script has set where they meet."""
+    """Set RANK, WORLD_SIZE and so on from Slurm's variables if `srun` started this worker.
+
+    The job script sets MASTER_ADDR; without it, this process is inside an allocation but not one of its tasks.
+    """
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env or "MASTER_ADDR" not in env:
         return
@@ -61,7 +65,7 @@ def adopt_slurm() -> None:
 
 @dataclass(frozen=True)
 class JobPlace:
-    """Where a process is in a job that a launcher started."""
+    """The place of a process in a job that a launcher started."""
 
     rank: int
     world: int
@@ -69,7 +73,7 @@ class JobPlace:
 
 
 def job_place() -> JobPlace | None:
-    """This process's place if torchrun or `srun` started several; None: it stands alone."""
+    """Return this process's place if torchrun or `srun` started several; None if it is the only one."""
     adopt_slurm()
     found = os.environ
     if int(found.get("WORLD_SIZE", 1)) < 2 or "RANK" not in found:
@@ -79,13 +83,23 @@ def job_place() -> JobPlace | None:
 
 
 def own_address() -> str:
-    """The address at which ssh found this host; empty if it was called by a loopback address, or without ssh."""
+    """Return the address under which ssh reached this host; empty for a loopback address or without ssh."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2] if len(words) == 4 and not words[2].startswith(("127.", "::1")) else ""
 
 
+def has_wandb_key(env: Mapping[str, str]) -> bool:
+    """Return whether W&B finds an API key: in WANDB_API_KEY, or in ~/.netrc, where `wandb login` stores it."""
+    if env.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc(str(Path.home() / ".netrc")).hosts)
+    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
+        return False
+
+
 def free_port() -> int:
-    """A TCP port that nobody uses now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

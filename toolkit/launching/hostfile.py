@@ -1,4 +1,4 @@
-"""Hostfiles as DeepSpeed has them (`NAME slots=N` a line), and which of their hosts and slots a run uses."""
+"""Hostfiles in DeepSpeed's format (`NAME slots=N`, one host per line), and the hosts and slots a run uses."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from toolkit.recipe.schema import show
 MOST_SLOTS = 1024
 MOST_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]+")
-"""Host names and addresses: nothing that ssh or a shell could take for an option or a command."""
+"""Host names and addresses; excludes everything that ssh or a shell could read as an option or a command."""
 _LINE = re.compile(r"(\S+)[ \t]+slots=([0-9]{1,6})")
 _CHOICE = re.compile(r"([^:]+?)(?::([0-9]{1,6}(?:,[0-9]{1,6})*))?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host and the devices of it that are used."""
+    """A host and the devices on it that a run uses."""
 
     name: str
-    """As ssh knows it."""
+    """Name or address, as given to ssh."""
     slots: tuple[int, ...]
-    """Indices of its devices."""
+    """Indices of the devices."""
 
 
 def read_hostfile(path: Path, include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """The chosen hosts of a file, in its order; `BadInput` with every fault at once."""
+    """Return the selected hosts of a file, in file order; raise `BadInput` with every problem at once."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -44,7 +44,7 @@ def read_hostfile(path: Path, include: str = "", exclude: str = "") -> tuple[Hos
 
 
 def parse(text: str, source: str) -> tuple[Host, ...]:
-    """Every host of a hostfile's text."""
+    """Return every host of a hostfile's text."""
     hosts: dict[str, Host] = {}
     problems: list[Problem] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -52,7 +52,7 @@ def parse(text: str, source: str) -> tuple[Host, ...]:
         if words:
             _read_line(f"line {number}", words, hosts, problems)
     if not hosts and not problems:
-        problems.append(Problem("hosts", "none given; write a line NAME slots=N for each"))
+        problems.append(Problem("hosts", "none given; add a line NAME slots=N for each host"))
     if problems:
         raise BadInput(source, problems)
     return tuple(hosts.values())
@@ -65,25 +65,25 @@ def _read_line(where: str, words: str, hosts: dict[str, Host], problems: list[Pr
         return
     name, slots = match[1], int(match[2])
     if not is_host_name(name):
-        what = f"{show(name)} is no host name or address; letters, digits, . _ - (and : in IPv6) are allowed"
+        what = f"{show(name)} is not a host name or address; letters, digits, . _ - (and : in IPv6) are allowed"
         problems.append(Problem(where, what))
     elif not 1 <= slots <= MOST_SLOTS:
         problems.append(Problem(where, f"{slots} slots given for {name}; 1 to {MOST_SLOTS} are required"))
     elif name in hosts:
-        problems.append(Problem(where, f"{name} is named twice; give each host one line with all of its slots"))
+        problems.append(Problem(where, f"duplicate host {name}; give each host one line with all of its slots"))
     else:
         hosts[name] = Host(name=name, slots=tuple(range(slots)))
 
 
 def is_host_name(name: str) -> bool:
-    """Whether a word can be a host's name or address."""
+    """Return whether a word is a valid host name or address."""
     return bool(_NAME.fullmatch(name)) and name.isascii()
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple[Host, ...]:
-    """The hosts and slots that `--include` keeps or `--exclude` leaves: `host-1@host-2:0,2`."""
+    """Return the hosts and slots selected by `--include` or left by `--exclude`, each written `host-1@host-2:0,2`."""
     if include and exclude:
-        raise BadInput("--include", "excludes --exclude; give one of them")
+        raise BadInput("--include", "can't be combined with --exclude; give one of them")
     if include:
         wanted = _choices("--include", include, hosts)
         kept = [replace(host, slots=wanted[host.name]) for host in hosts if host.name in wanted]
@@ -92,7 +92,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> tuple
         left = [(host, tuple(slot for slot in host.slots if slot not in dropped.get(host.name, ()))) for host in hosts]
         kept = [replace(host, slots=slots) for host, slots in left if slots]
     if not kept:
-        raise BadInput("--exclude", "no host is left; leave some out")
+        raise BadInput("--exclude", "no host is left; exclude fewer")
     return tuple(kept)
 
 
@@ -115,10 +115,10 @@ def _choices(option: str, text: str, hosts: Sequence[Host]) -> dict[str, tuple[i
 
 
 def even_slots(hosts: Sequence[Host]) -> int:
-    """How many devices each host gives; `BadInput` if they differ, because plans are made for equal hosts."""
+    """Return the number of devices per host; raise `BadInput` if hosts differ, because plans assume equal hosts."""
     counts = {host.name: len(host.slots) for host in hosts}
     if len(set(counts.values())) > 1:
         given = ", ".join(f"{name}: {count}" for name, count in counts.items())
-        what = f"hosts with different numbers of slots ({given}); use --include to take as many of each"
+        what = f"hosts with different numbers of slots ({given}); use --include to select equally many on each"
         raise BadInput("--hostfile", what)
     return len(hosts[0].slots)

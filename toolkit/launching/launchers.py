@@ -1,4 +1,4 @@
-"""How worker processes are started: argv lists and environment, never a shell string."""
+"""Commands that start worker processes, by launcher: argv lists and environment variables, never a shell string."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ WORKER = "toolkit.worker"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One process to start."""
+    """A process to start."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    """What is added to the environment."""
+    """Variables added to the environment."""
     rank: int | None = None
-    """The rank, where the process is a worker itself."""
+    """The rank if the process is a worker; None if it is a launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One host's part of a run."""
+    """One host of a run."""
 
     processes: int
-    """Workers on this host, as many as on every other."""
+    """Workers on this host, the same number as on every other."""
     port: int
-    """Where the workers meet."""
+    """Rendezvous port on the first host."""
     address: str = "127.0.0.1"
-    """The first host."""
+    """Rendezvous address: the first host."""
     index: int = 0
     count: int = 1
 
     @property
     def world(self) -> int:
-        """Workers on all hosts."""
+        """World size: workers on all hosts."""
         return self.processes * self.count
 
 
 def commands(launcher: str, run_dir: Path, nproc: int, backend: str, node: Node | None = None) -> list[Command]:
-    """What to start on one host: every worker (`local`), or one launcher that starts them."""
+    """Return what to start on one host: every worker (`local`), or one launcher that starts them."""
     node = node or Node(processes=nproc, port=free_port())
     env = _common_env(backend)
     worker = ("--run-dir", str(run_dir))
@@ -66,7 +66,10 @@ def _deepspeed(run_dir: Path, node: Node) -> tuple[str, ...]:
 
 
 def deepspeed_fleet(run_dir: Path, hosts: Sequence[Host], node: Node, backend: str) -> Command:
-    """DeepSpeed's own launcher over many hosts, by pdsh; settings travel in a file, for they stand on command lines."""
+    """Return the command for DeepSpeed's own launcher over several hosts with pdsh.
+
+    Settings are passed in a file (DS_ENV_FILE) that contains no secrets: DeepSpeed (0.19.8) copies it to command lines.
+    """
     argv = (
         *("deepspeed.launcher.runner", "--hostfile", str(run_dir / "hostfile")),
         *("--include", "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in hosts)),
@@ -79,23 +82,23 @@ def deepspeed_fleet(run_dir: Path, hosts: Sequence[Host], node: Node, backend: s
 
 
 def _torchrun(run_dir: Path, node: Node) -> tuple[str, ...]:
-    meeting: tuple[str, ...] = ("--standalone",)
+    rendezvous: tuple[str, ...] = ("--standalone",)
     if node.count > 1:
-        meeting = ("--nnodes", str(node.count), "--node-rank", str(node.index))
-        meeting += ("--master-addr", node.address, "--master-port", str(node.port))
-    return ("torch.distributed.run", *meeting, "--nproc-per-node", str(node.processes))
+        rendezvous = ("--nnodes", str(node.count), "--node-rank", str(node.index))
+        rendezvous += ("--master-addr", node.address, "--master-port", str(node.port))
+    return ("torch.distributed.run", *rendezvous, "--nproc-per-node", str(node.processes))
 
 
 def _accelerate(run_dir: Path, node: Node) -> tuple[str, ...]:
-    meeting = ("--main_process_ip", node.address, "--machine_rank", str(node.index)) if node.count > 1 else ()
+    rendezvous = ("--main_process_ip", node.address, "--machine_rank", str(node.index)) if node.count > 1 else ()
     options = ("--config_file", str(run_dir / "accelerate.yaml"), "--main_process_port", str(node.port))
-    return ("accelerate.commands.launch", *options, *meeting)
+    return ("accelerate.commands.launch", *options, *rendezvous)
 
 
 def accelerate_config(deepspeed_json: Path, nproc: int, backend: str, nodes: int = 1) -> dict[str, object]:
-    """The `accelerate launch` config that starts the same workers."""
+    """Return the `accelerate launch` config that starts the same workers."""
     deepspeed: dict[str, object] = {"deepspeed_config_file": str(deepspeed_json), "zero3_init_flag": False}
-    if nodes > 1:  # started on each node; without this the first one would start all by pdsh
+    if nodes > 1:  # accelerate (1.15) would start the other nodes with pdsh; here it is started on each
         deepspeed["deepspeed_multinode_launcher"] = "standard"
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -132,5 +135,5 @@ def _common_env(backend: str) -> dict[str, str]:
     package_root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
     if backend == "cpu":
-        env["DS_ACCELERATOR"] = "cpu"  # also on a host that has accelerators
+        env["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed picks an accelerator if the host has one
     return env

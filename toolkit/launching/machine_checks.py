@@ -1,4 +1,4 @@
-"""Checks of this machine: what is wrong, and how to fix it. Quick ones run before every training."""
+"""Checks of this machine: what is wrong and how to fix it. The quick ones run before every training."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from toolkit.launching.environment import has_wandb_key
 from toolkit.plans.deepspeed_rules import parse_version
 from toolkit.units import GB
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of one check."""
+    """One result of a check."""
 
     check: str
     level: Literal["ok", "warning", "error"]
@@ -30,24 +31,24 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What is looked at."""
+    """What the checks examine."""
 
     output: Path
-    """Where run directories go."""
+    """Directory of run directories."""
     env: Mapping[str, str]
     hosts: tuple[str, ...] = ()
-    """Other hosts of the job."""
+    """Other hosts of the job, by name."""
 
 
 FLOORS = {
-    "torch": ("2.10", "older versions run code from weight files (CVE-2025-32434, CVE-2026-24747)"),
-    "transformers": ("5.3", "older versions run remote code in spite of trust_remote_code=False (CVE-2026-4372)"),
-    "deepspeed": ("0.19.4", "older versions are inexact where tensor shards meet ZeRO"),
+    "torch": ("2.10", "older versions execute code from weight files (CVE-2025-32434, CVE-2026-24747)"),
+    "transformers": ("5.3", "older versions execute remote code despite trust_remote_code=False (CVE-2026-4372)"),
+    "deepspeed": ("0.19.4", "older versions compute wrong gradients for tensor parallelism with ZeRO"),
 }
 
 
-def versions(site: CheckContext) -> Iterator[Finding]:
-    """Installed versions against known defects."""
+def versions(context: CheckContext) -> Iterator[Finding]:
+    """Compare installed versions with known defects."""
     for package, (floor, why) in FLOORS.items():
         try:
             version = importlib.metadata.version(package)
@@ -60,21 +61,21 @@ def versions(site: CheckContext) -> Iterator[Finding]:
             yield Finding("versions", "ok", f"{package} {version}")
 
 
-def stale_locks(site: CheckContext) -> Iterator[Finding]:
-    """Lock files of interrupted kernel builds: every later build waits for them for ever, without a word."""
-    root = Path(site.env.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+def stale_locks(context: CheckContext) -> Iterator[Finding]:
+    """Find lock files of interrupted kernel builds; torch (2.13.0) waits for them forever (pytorch#189245)."""
+    root = Path(context.env.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
     locks = [lock for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 600]
     for lock in locks:
-        yield Finding("build locks", "error", f"{lock} is left from a build that was interrupted", f"rm {lock}")
+        yield Finding("build locks", "error", f"{lock} is left over from an interrupted build", f"rm {lock}")
     if not locks:
-        yield Finding("build locks", "ok", "none is stale")
+        yield Finding("build locks", "ok", "none stale")
 
 
-def shared_memory(site: CheckContext) -> Iterator[Finding]:
-    """Collectives and data loaders of one host go through it."""
-    path = Path("/dev/shm")  # noqa: S108 - looked at, not written to
+def shared_memory(context: CheckContext) -> Iterator[Finding]:
+    """Check /dev/shm, which collectives within a host and data loaders use."""
+    path = Path("/dev/shm")  # noqa: S108 - only examined
     if not path.is_dir():
-        yield Finding("shared memory", "warning", "is not mounted", "mount a tmpfs there")
+        yield Finding("shared memory", "warning", f"{path} is not mounted", "mount a tmpfs there")
         return
     free = shutil.disk_usage(path).free
     level: Literal["ok", "warning"] = "ok" if free > GB else "warning"
@@ -82,8 +83,8 @@ def shared_memory(site: CheckContext) -> Iterator[Finding]:
     yield Finding("shared memory", level, f"{free / GB:.1f} GB free", fix)
 
 
-def limits(site: CheckContext) -> Iterator[Finding]:
-    """Limits of the process that training meets."""
+def limits(context: CheckContext) -> Iterator[Finding]:
+    """Check the process limits that training can hit."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     few = files != resource.RLIM_INFINITY and files < 1024
@@ -93,15 +94,15 @@ def limits(site: CheckContext) -> Iterator[Finding]:
         yield Finding("limits", "warning", f"{locked} bytes of locked memory", "ulimit -l unlimited: RDMA needs it")
 
 
-def ports(site: CheckContext) -> Iterator[Finding]:
-    """Ranks meet at a TCP port, over an interface that other hosts can reach."""
+def ports(context: CheckContext) -> Iterator[Finding]:
+    """Check that a rendezvous port can be opened and that this host's name resolves."""
     try:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             number = probe.getsockname()[1]
-        yield Finding("ports", "ok", f"port {number} could be taken")
+        yield Finding("ports", "ok", f"port {number} could be opened")
     except OSError as error:
-        yield Finding("ports", "error", f"no port can be taken: {error.strerror}", "check firewall and net namespaces")
+        yield Finding("ports", "error", f"no port can be opened: {error.strerror}", "check firewall and net namespaces")
     try:
         socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -109,9 +110,9 @@ def ports(site: CheckContext) -> Iterator[Finding]:
         yield Finding("ports", "warning", "this host's own name does not resolve", fix)
 
 
-def hosts(site: CheckContext) -> Iterator[Finding]:
-    """Every host of the hostfile answers on its SSH port."""
-    for host in site.hosts:
+def hosts(context: CheckContext) -> Iterator[Finding]:
+    """Check that every host of the hostfile answers on its SSH port."""
+    for host in context.hosts:
         try:
             with socket.create_connection((host, 22), timeout=3):
                 yield Finding("hosts", "ok", f"{host} answers")
@@ -120,10 +121,10 @@ def hosts(site: CheckContext) -> Iterator[Finding]:
             yield Finding("hosts", "error", f"{host} does not answer on port 22: {error}", fix)
 
 
-def devices(site: CheckContext) -> Iterator[Finding]:
-    """Accelerators that exist against those that are visible."""
+def devices(context: CheckContext) -> Iterator[Finding]:
+    """Compare the accelerators present with those visible."""
     present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    visible = site.env.get("CUDA_VISIBLE_DEVICES")
+    visible = context.env.get("CUDA_VISIBLE_DEVICES")
     if not present:
         yield Finding("devices", "ok", "no NVIDIA device; training runs on the CPU")
     elif visible is not None and len([v for v in visible.split(",") if v]) < len(present):
@@ -133,9 +134,9 @@ def devices(site: CheckContext) -> Iterator[Finding]:
         yield Finding("devices", "ok", f"{len(present)} NVIDIA devices")
 
 
-def disk(site: CheckContext) -> Iterator[Finding]:
-    """Space where runs and checkpoints go."""
-    place = next(path for path in (site.output.resolve(), *site.output.resolve().parents) if path.exists())
+def disk(context: CheckContext) -> Iterator[Finding]:
+    """Check the free space for runs and checkpoints."""
+    place = next(path for path in (context.output.resolve(), *context.output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if not os.access(place, os.W_OK):
         yield Finding("disk", "error", f"{place} can't be written to", "choose another `output`, or change its owner")
@@ -145,9 +146,9 @@ def disk(site: CheckContext) -> Iterator[Finding]:
         yield Finding("disk", "ok", f"{free / GB:.0f} GB free in {place}")
 
 
-def write_speed(site: CheckContext) -> Iterator[Finding]:
-    """How fast a checkpoint can be written and synced there."""
-    place = next(path for path in (site.output.resolve(), *site.output.resolve().parents) if path.exists())
+def write_speed(context: CheckContext) -> Iterator[Finding]:
+    """Measure how fast a checkpoint can be written and synced to disk."""
+    place = next(path for path in (context.output.resolve(), *context.output.resolve().parents) if path.exists())
     block, count = os.urandom(1 << 22), 16
     try:
         with tempfile.TemporaryFile(dir=place) as file:
@@ -161,31 +162,24 @@ def write_speed(site: CheckContext) -> Iterator[Finding]:
         yield Finding("write speed", "error", f"{place}: {error.strerror}", "choose another `output`")
         return
     slow = rate < 0.1
-    fix = "checkpoint.asynchronous: true writes while training goes on; a local disk may be faster" if slow else ""
+    fix = "checkpoint.asynchronous: true writes in the background; a local disk may be faster" if slow else ""
     yield Finding("write speed", "warning" if slow else "ok", f"{rate:.2f} GB/s in {place}", fix)
 
 
-def wandb_login(site: CheckContext) -> Iterator[Finding]:
-    """Whether runs can be recorded online."""
-    if site.env.get("WANDB_API_KEY") or "api.wandb.ai" in _netrc():
-        yield Finding("W&B", "ok", "a key is there")
+def wandb_login(context: CheckContext) -> Iterator[Finding]:
+    """Report whether runs can be logged online."""
+    if has_wandb_key(context.env):
+        yield Finding("W&B", "ok", "API key found")
     else:
-        yield Finding("W&B", "ok", "no key: runs are recorded offline; `wandb login` changes that")
-
-
-def _netrc() -> str:
-    try:
-        return (Path.home() / ".netrc").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
+        yield Finding("W&B", "ok", "no API key: runs are logged offline; `wandb login` adds one")
 
 
 Check = Callable[[CheckContext], Iterator[Finding]]
 QUICK: tuple[Check, ...] = (versions, stale_locks, shared_memory, limits, ports, devices, disk)
-"""What `toolkit train` runs first: milliseconds."""
+"""Run before every `toolkit train`; they take milliseconds."""
 ALL: tuple[Check, ...] = (*QUICK, hosts, write_speed, wandb_login)
 
 
-def examine(site: CheckContext, checks: tuple[Check, ...] = ALL) -> list[Finding]:
-    """Every finding of these checks."""
-    return [finding for check in checks for finding in check(site)]
+def examine(context: CheckContext, checks: tuple[Check, ...] = ALL) -> list[Finding]:
+    """Run the checks and return all findings."""
+    return [finding for check in checks for finding in check(context)]

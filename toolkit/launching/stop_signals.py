@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM and SIGUSR1 (Slurm, Kubernetes, a person) set a flag that the run looks at."""
+"""Stop requests: SIGTERM and SIGUSR1 (from Slurm, Kubernetes or a person) set a flag that is checked every step."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and by what."""
+    """Whether this process was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def listen(self) -> None:
-        """From now on the signals are noted instead of ending the process."""
+        """Record the signals from now on instead of letting them end the process."""
         for number in SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._record)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
 
 
 @contextmanager
 def forwarded(forward: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Requests to stop are passed on while this lasts: who supervises workers does not end before they have saved."""
+    """Forward stop signals to the workers inside the context, so that the supervisor outlives their last checkpoint."""
     before: dict[signal.Signals, Any] = {}
     try:
         for each in SIGNALS:
             before[each] = signal.signal(each, lambda number, frame: forward(signal.Signals(number)))
-    except ValueError:  # not the main thread (a notebook's helper): nobody sends signals there
+    except ValueError:  # not the main thread, as in a notebook: Python delivers no signals there
         pass
     try:
         yield

@@ -1,4 +1,4 @@
-"""Fewer points for a chart, with every extreme kept."""
+"""Downsample curves for charts without losing extremes."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import itertools
 import numpy as np
 
 POINTS = 1200
-"""Points of one curve, at most: more than a screen has pixels for."""
+"""Largest number of points per curve, about one per pixel."""
 
 
 def extremes(values: np.ndarray, points: int = POINTS) -> np.ndarray:
-    """Indices of the first and last value, and of the smallest and largest of each of `points / 2` stretches."""
+    """Return the indices of the first and last value, and of the extremes of `points / 2` equal intervals."""
     size = len(values)
     if size <= points:
         return np.arange(size)
     bounds = _bounds(size, points // 2)
     kept = [0, size - 1]
     for low, high in itertools.pairwise(bounds.tolist()):
-        stretch = values[low:high]
-        known = np.flatnonzero(~np.isnan(stretch))
+        interval = values[low:high]
+        known = np.flatnonzero(~np.isnan(interval))
         if len(known) == 0:
-            kept.append(low)  # a stretch without values stays visible as a gap
+            kept.append(low)  # an interval without values stays visible as a gap
             continue
-        kept += [low + known[np.argmin(stretch[known])], low + known[np.argmax(stretch[known])]]
-        if len(known) < len(stretch):
-            kept.append(low + int(np.flatnonzero(np.isnan(stretch))[0]))
+        kept += [low + known[np.argmin(interval[known])], low + known[np.argmax(interval[known])]]
+        if len(known) < len(interval):
+            kept.append(low + int(np.flatnonzero(np.isnan(interval))[0]))
     return np.unique(np.array(kept))
 
 
 def means(values: np.ndarray, points: int = POINTS // 4) -> np.ndarray:
-    """Means of equal stretches: for what is stacked, where extremes of one part would hide the sum."""
+    """Return the means of `points` equal intervals, for stacked charts, in which extremes would distort the sum."""
     size = len(values)
     if size <= points:
         return values
@@ -43,5 +43,5 @@ def means(values: np.ndarray, points: int = POINTS // 4) -> np.ndarray:
     return found
 
 
-def _bounds(size: int, stretches: int) -> np.ndarray:
-    return np.linspace(0, size, stretches + 1).astype(int)
+def _bounds(size: int, intervals: int) -> np.ndarray:
+    return np.linspace(0, size, intervals + 1).astype(int)

@@ -1,4 +1,4 @@
-"""What the report says of runs, as plain data: the same for the terminal and the page."""
+"""Figures of a report as plain data, shared by the terminal and the HTML page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from toolkit.units import GIB, MIB
 
 
 def facts(run: RecordedRun) -> dict[str, str]:
-    """The run in a few lines."""
+    """Return the run's key figures: label → text."""
     loss, rest = run.scalars["loss"], settled(len(run.steps))
     known = loss[~np.isnan(loss)]
     lowest = f"{known.min():.4f} at step {int(run.steps[int(np.nanargmin(loss))])}" if len(known) else "–"
     found = {
-        "status": str(run.summary.get("status", "running, or ended without a word")),
+        "status": str(run.summary.get("status", "running, or ended without a summary")),
         "steps": f"{int(run.steps[-1]):,}",
         "loss": f"{loss[0]:.4f} → {loss[-1]:.4f}, lowest {lowest}",
         "tokens": f"{int(np.nansum(run.scalars['tokens'])):,}",
@@ -37,7 +37,7 @@ def facts(run: RecordedRun) -> dict[str, str]:
 
 
 def plan_words(run: RecordedRun) -> str:
-    """The plan in a line."""
+    """Return the plan in one line."""
     plan = run.plan
     axes = [f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp", "sp", "ep") if plan.get(axis, 1) > 1]
     stage = [f"ZeRO {plan['zero_stage']}"] if plan.get("zero_stage") else []
@@ -46,18 +46,18 @@ def plan_words(run: RecordedRun) -> str:
 
 
 def rows(run: RecordedRun) -> list[ComparisonRow]:
-    """Predicted against measured, by part."""
+    """Return predicted and measured seconds per step, by part."""
     return compare(run.plan.get("time", {}), run.mean_parts())
 
 
 def step_ratio(run: RecordedRun) -> tuple[float | None, float]:
-    """Predicted and measured seconds of a step."""
+    """Return predicted and measured seconds per step."""
     predicted = run.plan.get("time", {}).get("total")
     return predicted, _median(run, "step_seconds", settled(len(run.steps)))
 
 
 def memory_rows(run: RecordedRun) -> list[ComparisonRow]:
-    """Bytes by part on the fullest rank, predicted and measured."""
+    """Return predicted and measured bytes by part, on the rank with the highest peak."""
     found = run.summary.get("memory_parts") or {}
     return [
         ComparisonRow(n, MEMORY[n][0], part["predicted"], part["measured"]) for n, part in found.items() if n in MEMORY
@@ -65,30 +65,30 @@ def memory_rows(run: RecordedRun) -> list[ComparisonRow]:
 
 
 def memory_by_rank(run: RecordedRun) -> list[int]:
-    """Peak of each rank, once the run has ended."""
+    """Return the peak memory of each rank in bytes; empty until the run has ended."""
     return [int(size) for size in run.summary.get("memory_bytes_by_rank", [])]
 
 
 def collectives(run: RecordedRun) -> list[dict[str, Any]]:
-    """One row a kind of collective and axis: calls, bytes and seconds of one step on rank 0."""
+    """Return one row per collective and purpose: calls, bytes and seconds of one step on rank 0."""
     return [{"name": name, **values} for name, values in run.last_detail.get("collectives", {}).items()]
 
 
 def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
-    """Recipe keys whose values are not the same in all runs."""
+    """Return the recipe keys whose values differ between runs, with the values."""
     flat = [flatten(recipe(run)) for run in runs]
     keys = sorted({key for one in flat for key in one})
     return [(key, [str(one.get(key, "–")) for one in flat]) for key in keys if len({str(f.get(key)) for f in flat}) > 1]
 
 
 def recipe(run: RecordedRun) -> dict[str, Any]:
-    """The run's recipe without secrets."""
+    """Return the run's recipe without secrets."""
     found = redact(yaml.safe_load(run.recipe) or {})
     return found if isinstance(found, dict) else {}
 
 
 def flatten(tree: Any, path: str = "") -> dict[str, Any]:
-    """Key paths of a mapping of mappings."""
+    """Return key path → value for nested mappings."""
     if not isinstance(tree, Mapping) or not tree:
         return {path: tree}
     found: dict[str, Any] = {}
@@ -108,19 +108,19 @@ def _median(run: RecordedRun, name: str, rest: slice) -> float:
 
 
 def size(value: float) -> str:
-    """Bytes for people."""
+    """Format bytes as GiB or MiB."""
     return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.1f} MiB"
 
 
 def milliseconds(value: float) -> str:
-    """Seconds of a step for people."""
+    """Format the seconds of a step as ms, or as s from 10 s."""
     if math.isnan(value):
         return "–"
     return f"{value:.2f} s" if value >= 10 else f"{value * 1000:.1f} ms"
 
 
 def duration(seconds: float) -> str:
-    """Seconds of a run for people."""
+    """Format the seconds of a run as hours, minutes and seconds."""
     hours, rest = divmod(round(seconds), 3600)
     minutes, left = divmod(rest, 60)
     if hours:

@@ -1,4 +1,4 @@
-"""The loss curve in a notebook cell, drawn from metrics.jsonl while the workers run."""
+"""Live loss curve in a notebook cell, drawn from metrics.jsonl while the workers run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REFRESH_SECONDS = 0.5
 
 
 def in_notebook() -> bool:
-    """Whether an IPython kernel runs this process."""
+    """Return whether this process is an IPython kernel."""
     shell = sys.modules.get("IPython")
     current = shell.get_ipython() if shell is not None else None
     return current is not None and "IPKernelApp" in current.config
 
 
 class LiveCurve:
-    """While it is entered, the cell shows progress; outside a notebook it does nothing."""
+    """A context in which the notebook cell shows the loss curve; does nothing outside a notebook."""
 
     def __init__(self, metrics: Path, steps: int | None) -> None:
         self._metrics, self._steps = metrics, steps
@@ -58,7 +58,7 @@ class LiveCurve:
 
 
 def read_records(metrics: Path) -> list[dict[str, Any]]:
-    """Whole lines of metrics.jsonl; the last may still be on its way."""
+    """Read the complete lines of metrics.jsonl; the last one may still be being written."""
     try:
         lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError:
@@ -67,7 +67,7 @@ def read_records(metrics: Path) -> list[dict[str, Any]]:
 
 
 def page(records: list[dict[str, Any]], steps: int | None) -> str:
-    """A line of numbers and the curve, as HTML."""
+    """Return the latest figures and the curve as HTML."""
     last = records[-1]
     words = (
         f"step {last['step']}{f'/{steps}' if steps else ''} · loss {last['loss']:.4f} · "
@@ -77,7 +77,7 @@ def page(records: list[dict[str, Any]], steps: int | None) -> str:
 
 
 def curve(losses: list[float]) -> str:
-    """Losses as an SVG line; at most one point a pixel."""
+    """Return the losses as an SVG line with at most one point per pixel."""
     stride = max(1, len(losses) // WIDTH)
     points = losses[::stride]
     low, high = min(points), max(points)

@@ -1,4 +1,4 @@
-"""The page of `toolkit plan --html`: one file with everything in it, no network."""
+"""The HTML page of `toolkit plan --html`: one self-contained file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from toolkit.recipe.sections import AXES
 from toolkit.reports.template import fill
 
 SHOWN = 200
-"""Plans on the page."""
+"""Largest number of plans on the page."""
 
 
 def render(decision: Decision, job: Job, recipe_text: str) -> str:
-    """The page; `recipe_text` is the recipe that was planned, as YAML."""
+    """Return the page; `recipe_text` is the planned recipe as YAML."""
     limit, host_limit = limits(job)
     recipe = yaml.safe_load(recipe_text)
     data = {
@@ -37,7 +37,7 @@ def _subtitle(decision: Decision, job: Job) -> str:
     work, cluster = job.workload, job.cluster
     return (
         f"{job.model.params / 1e9:.2f} B parameters · {cluster.nodes} nodes of {cluster.devices_per_node} · "
-        f"{work.global_batch} sequences of {work.seq_len} tokens a step · {work.precision} · "
+        f"{work.global_batch} sequences of {work.seq_len} tokens per step · {work.precision} · "
         f"{decision.considered:,} plans considered, {len(decision.ranked):,} ranked"
     )
 
@@ -47,12 +47,12 @@ def _option(option: Option, recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def recipe_for(plan: Plan, recipe: dict[str, Any]) -> str:
-    """The recipe with every axis fixed to the plan's."""
+    """Return the recipe with the plan's axes fixed; axes at their defaults are omitted."""
     usual = Plan(strategy=plan.strategy)
     always = ("dp", "micro_batch", "grad_accum", "zero_stage", "recompute")
     axes = {axis: getattr(plan, axis) for axis in AXES}
     fixed = {axis: value for axis, value in axes.items() if axis in always or value != getattr(usual, axis)}
     if plan.zero_variant == "plain":
         fixed.pop("zero_group", None)  # follows from dp
-    whole = {**recipe, "strategy": {"name": plan.strategy, **fixed}}
-    return yaml.safe_dump(whole, sort_keys=False, allow_unicode=True)
+    complete = {**recipe, "strategy": {"name": plan.strategy, **fixed}}
+    return yaml.safe_dump(complete, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""A run directory as columns of numbers: a million steps in seconds."""
+"""Read a run directory into columns of numbers; a million steps take seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.json
 
 from toolkit.errors import BadInput
 from toolkit.reports.downsample import extremes
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunDir, read_json
 from toolkit.run_dir.step_parts import PARTS
 
 Column = np.ndarray
@@ -23,7 +23,7 @@ SCALARS = (
     "loss", "lr", "grad_norm", "tokens", "step_seconds", "wall_seconds", "tokens_per_second", "mfu", "hfu",
     "memory_bytes", "loss_scale", "skipped",
 )  # fmt: skip
-"""What a report shows of every step."""
+"""Keys of metrics.jsonl that a report shows for every step."""
 RANK_VALUES = (
     "wall_seconds", "busy_seconds", "comm_seconds", "data_seconds", "memory_bytes", "memory_now_bytes", "cpu_percent",
     "host_memory_bytes", "device_percent", "device_bandwidth_percent", "power_watts", "temperature_celsius",
@@ -32,67 +32,67 @@ RANK_VALUES = (
 STATS = ("min", "mean", "max", "min_rank", "max_rank")
 MARK = "busy_seconds"
 MOST_DETAILED = 4000
-"""Records of which the values of all ranks are read."""
+"""Largest number of records whose values by rank are read."""
 BLOCK_BYTES = 1 << 20
 TAIL_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """Everything that a report shows of one run."""
+    """Everything a report shows about one run."""
 
     path: Path
     recipe: str
     plan: dict[str, Any]
     summary: dict[str, Any]
-    """Empty while the run goes on."""
+    """Contents of summary.json; empty while the run is in progress."""
     events: list[dict[str, Any]]
     steps: Column
     scalars: dict[str, Column]
-    """Not-a-number where a step has no such value."""
+    """NaN where a step has no such value."""
     parts: dict[str, Column]
-    """Seconds of each part that was ever above zero."""
+    """Seconds per step of each part that was ever above zero."""
     ranks: dict[str, dict[str, Column]]
-    """Smallest, mean and largest over ranks at the steps in `rank_steps`."""
+    """Minimum, mean and maximum over ranks, at the steps in `rank_steps`."""
     rank_steps: Column
     stragglers: dict[int, tuple[int, float]]
-    """Rank → how often it was named, and by how many seconds it was late on average."""
+    """Rank → how often it was reported as a straggler, and its mean delay in seconds per step."""
     last_detail: dict[str, Any] = field(default_factory=dict)
-    """Newest record with details: collectives, bubble by stage."""
+    """Newest record with details: collectives, pipeline bubble by stage."""
 
     @property
     def name(self) -> str:
-        """For headings."""
+        """Name of the run directory."""
         return self.path.resolve().name
 
     def mean_parts(self) -> dict[str, float]:
-        """Seconds of a typical step by part: means without the first steps, in which caches fill."""
+        """Return the mean seconds per step by part, without the first steps, which fill caches."""
         return {name: float(np.nanmean(values[settled(len(values))])) for name, values in self.parts.items()}
 
 
 def settled(steps: int) -> slice:
-    """All but the first three steps, if there are more."""
+    """Return the slice without the first three steps, if there are more."""
     return slice(3, None) if steps > 3 else slice(None)
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Read a run directory; `BadInput` if it is none, or has no steps yet."""
+    """Read a run directory; raise `BadInput` if it is not one, or has no completed step."""
     run = RunDir(path)
     if not run.metrics.is_file():
         raise BadInput(
-            str(path), "is no run directory with steps (no metrics.jsonl); give one that `toolkit train` made"
+            str(path), "is not a run directory with steps (no metrics.jsonl); give one that `toolkit train` made"
         )
     table = _table(run.metrics)
     if table.num_rows == 0:
-        raise BadInput(str(path), "has no finished step yet: there is nothing to report")
+        raise BadInput(str(path), "has no completed step yet: there is nothing to report")
     scalars = {name: _floats(table[name]) for name in SCALARS}
     parts = {name: _floats(pa.compute.struct_field(table["parts"], name)) for name in PARTS}
     detailed = _detailed(run.metrics, table)
     return RecordedRun(
         path=path,
         recipe=run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else "",
-        plan=_json(run.plan),
-        summary=_json(run.summary),
+        plan=read_json(run.plan),
+        summary=read_json(run.summary),
         events=list(_lines(run.events.read_bytes())) if run.events.is_file() else [],
         steps=table["step"].to_numpy(),
         scalars=scalars,
@@ -105,7 +105,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def _schema() -> pa.Schema:
-    """What is read of every line; of `ranks`, whose many numbers are slow to read, only a mark."""
+    """Return the columns read from every line. Of `ranks`, which is slow to parse, only one value is read."""
     number = pa.float64()
     return pa.schema(
         [
@@ -119,36 +119,36 @@ def _schema() -> pa.Schema:
 
 
 def _table(metrics: Path) -> pa.Table:
-    """Whole lines of metrics.jsonl; the last may still be on its way."""
+    """Read the complete lines of metrics.jsonl; the last one may still be being written."""
     schema = _schema()
     if metrics.stat().st_size == 0:
         return schema.empty_table()
     with pa.memory_map(str(metrics)) as source:
-        whole = source.read_buffer()
-        end = _end_of_last_line(whole)
+        content = source.read_buffer()
+        end = _end_of_last_line(content)
         try:
             return pa.json.read_json(
-                pa.BufferReader(whole.slice(0, end)),
+                pa.BufferReader(content.slice(0, end)),
                 pa.json.ReadOptions(block_size=BLOCK_BYTES),
                 pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
             )
-        except pa.ArrowInvalid:  # a line in the middle was cut short by a crash: one by one, leaving that out
-            return pa.Table.from_pylist([_known(line) for line in _lines(whole.to_pybytes())], schema)
+        except pa.ArrowInvalid:  # a crash truncated a line in the middle: parse line by line and skip it
+            return pa.Table.from_pylist([_known(line) for line in _lines(content.to_pybytes())], schema)
 
 
-def _end_of_last_line(whole: pa.Buffer) -> int:
-    tail = whole.slice(max(0, whole.size - TAIL_BYTES))
-    return int(whole.size - tail.size + tail.to_pybytes().rfind(b"\n") + 1)
+def _end_of_last_line(content: pa.Buffer) -> int:
+    tail = content.slice(max(0, content.size - TAIL_BYTES))
+    return int(content.size - tail.size + tail.to_pybytes().rfind(b"\n") + 1)
 
 
 def _known(line: dict[str, Any]) -> dict[str, Any]:
-    """Numbers as the schema has them, whole ones too."""
+    """Convert the scalars of a line to floats, as the schema requires."""
     floats = {name: None if line.get(name) is None else float(line[name]) for name in SCALARS}
     return {**line, **floats}
 
 
 def _lines(text: bytes) -> Iterable[dict[str, Any]]:
-    """JSON objects, one a line; what a crash has cut short is left out."""
+    """Yield the JSON objects, one per line; truncated lines are skipped."""
     for line in text.splitlines():
         try:
             found = json.loads(line)
@@ -164,7 +164,7 @@ def _floats(column: pa.ChunkedArray) -> Column:
 
 
 def _detailed(metrics: Path, table: pa.Table) -> list[dict[str, Any]]:
-    """Records with values of all ranks: of very many some, with the slowest moments among them."""
+    """Return the records with values by rank; if there are very many, a sample that includes the slowest."""
     rows = np.flatnonzero(pa.compute.is_valid(table["ranks"]).to_numpy())
     if len(rows) > MOST_DETAILED:
         worst = _floats(pa.compute.struct_field(table["ranks"], [MARK, "max"]))[rows]
@@ -173,14 +173,14 @@ def _detailed(metrics: Path, table: pa.Table) -> list[dict[str, Any]]:
 
 
 def _lines_at(metrics: Path, rows: np.ndarray, count: int) -> Iterable[bytes]:
-    """Some lines of a file, without going through all in Python."""
+    """Yield some lines of a file without iterating over all of them in Python."""
     if len(rows) == 0:
         return
     raw = np.memmap(metrics, dtype=np.uint8, mode="r")
     ends = np.flatnonzero(raw == ord("\n"))
-    if len(ends) != count:  # some lines were broken: rows are not lines
-        whole = [json.dumps(line).encode() for line in _lines(raw.tobytes())]
-        yield from (whole[row] for row in rows)
+    if len(ends) != count:  # some lines are truncated, so row numbers are not line numbers
+        complete = [json.dumps(line).encode() for line in _lines(raw.tobytes())]
+        yield from (complete[row] for row in rows)
         return
     for row in rows:
         yield raw[(ends[row - 1] + 1 if row else 0) : ends[row]].tobytes()
@@ -196,9 +196,9 @@ def _ranks(detailed: list[dict[str, Any]]) -> dict[str, dict[str, Column]]:
 
 
 def _stragglers(table: pa.Table) -> dict[int, tuple[int, float]]:
-    named = table.filter(pa.compute.is_valid(table["straggler"]))["straggler"].to_pylist()
+    reported = table.filter(pa.compute.is_valid(table["straggler"]))["straggler"].to_pylist()
     late: dict[int, list[float]] = {}
-    for one in named:
+    for one in reported:
         late.setdefault(one["rank"], []).append(one["seconds"])
     return {rank: (len(all_), sum(all_) / len(all_)) for rank, all_ in sorted(late.items())}
 
@@ -208,11 +208,3 @@ def _last_detail(metrics: Path) -> dict[str, Any]:
         file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
         found = [line for line in _lines(file.read()) if line.get("collectives")]
     return found[-1] if found else {}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""The page of `toolkit report --html`: one file with everything in it, plotly too; no network."""
+"""The HTML page of `toolkit report --html`: one self-contained file, with plotly embedded."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ SHOWN_EVENTS = 500
 
 
 def render(runs: Sequence[RecordedRun], hidden: Iterable[str] = ()) -> str:
-    """The page of one run, or of several laid over one another; secrets, and what is in `hidden`, are left out."""
+    """Return the page of one run, or of several overlaid; secrets and the values in `hidden` are redacted."""
     data = {
         "title": runs[0].name if len(runs) == 1 else " · ".join(run.name for run in runs),
         "part_names": PARTS,
         "runs": [_run(run) for run in runs],
         "differing": figures.differing_keys(runs) if len(runs) > 1 else [],
     }
-    # The library comes last: nothing in the data can be taken for its place.
+    # The library is inserted last, so that no text in the data can be mistaken for its placeholder.
     return fill("report.html", redact(data, hidden)).replace("__PLOTLY__", plotly_script(), 1)
 
 
 def plotly_script() -> str:
-    """The plotly library, to be embedded; `BadInput` if it is not installed."""
+    """Return the plotly library to embed; raise `BadInput` if it is not installed."""
     found = importlib.util.find_spec("plotly")
     if found is None or not found.submodule_search_locations:
-        raise BadInput("--html", "the page needs plotly: pip install 'zero-toolkit[report]'")
+        raise BadInput("--html", "the page needs plotly; install it with: pip install 'zero-toolkit[report]'")
     path = Path(found.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
     return path.read_text(encoding="utf-8").replace("</script", "<\\/script")
 
@@ -82,7 +82,7 @@ def _curve(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:
 
 
 def _band(run: RecordedRun, stats: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Smallest, mean and largest over ranks at the same steps; the widest moments are kept."""
+    """Return minimum, mean and maximum over ranks; downsampling keeps the extremes of the maximum."""
     kept = extremes(stats["max"], 600)
     return {"x": run.rank_steps[kept].tolist(), **{name: _plain(values[kept]) for name, values in stats.items()}}
 
@@ -92,7 +92,7 @@ def _any(values: np.ndarray) -> bool:
 
 
 def _plain(values: np.ndarray) -> list[float | None]:
-    """Six digits are enough for a chart, and halve the page; what is no number becomes a gap."""
+    """Round to six digits, which halves the page; NaN and infinite values become gaps."""
     return [_number(value) for value in values.tolist()]
 
 

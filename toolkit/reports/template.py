@@ -1,4 +1,4 @@
-"""Fills an HTML page with JSON: one file, no network."""
+"""Insert JSON data into an HTML page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ PAGES = Path(__file__).resolve().parent / "pages"
 
 
 def fill(page: str, data: dict[str, Any]) -> str:
-    """A page with its data; `<` is escaped so that no text in it can end the script element."""
+    """Return a page with its data; `<` is escaped so that no text can close the script element."""
     text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     return (PAGES / page).read_text(encoding="utf-8").replace("__DATA__", text)

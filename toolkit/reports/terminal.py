@@ -1,4 +1,4 @@
-"""`toolkit report` on a terminal."""
+"""The report of one or several runs in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_EVENTS = 12
 
 
 def show(runs: Sequence[RecordedRun], console: Console) -> None:
-    """One run in full, or several side by side."""
+    """Print one run in full, or several side by side."""
     if len(runs) == 1:
         _one(runs[0], console)
     else:
@@ -38,16 +38,18 @@ def _one(run: RecordedRun, console: Console) -> None:
     if run.summary.get("explanation"):
         console.print(run.summary["explanation"], highlight=False, markup=False)
     for rank, (times, seconds) in run.stragglers.items():
-        console.print(f"straggler: rank {rank}, named {times} times, {milliseconds(seconds)} late", highlight=False)
+        console.print(
+            f"straggler: rank {rank}, reported {times} times, {milliseconds(seconds)} slower per step", highlight=False
+        )
     for event in run.events[-SHOWN_EVENTS:]:
         console.print(f"step {event.get('step', '?'):>7}  {event.get('text', '')}", highlight=False, markup=False)
 
 
 def spark(run: RecordedRun) -> str:
-    """The loss as a line of blocks."""
+    """Return the loss curve as a line of block characters."""
     loss = [value for value in run.scalars["loss"].tolist() if value == value]
-    chunks = [loss[i * len(loss) // WIDTH : (i + 1) * len(loss) // WIDTH] for i in range(WIDTH)]
-    means = [sum(chunk) / len(chunk) for chunk in chunks if chunk]
+    intervals = [loss[i * len(loss) // WIDTH : (i + 1) * len(loss) // WIDTH] for i in range(WIDTH)]
+    means = [sum(values) / len(values) for values in intervals if values]
     if not means:
         return ""
     low, span = min(means), (max(means) - min(means)) or 1.0
@@ -74,7 +76,7 @@ def _predictions(run: RecordedRun) -> Table:
 
 
 def _parts(run: RecordedRun) -> Table:
-    table = _table("where a step's time goes (rank 0)", "part", "a step", "share")
+    table = _table("where a step's time goes (rank 0)", "part", "per step", "share")
     means = run.mean_parts()
     total = sum(means.values()) or 1.0
     for name, words in PARTS.items():
@@ -92,7 +94,9 @@ def _memory(run: RecordedRun) -> Table:
 
 
 def _memory_parts(run: RecordedRun) -> Table:
-    table = _table("memory by part (fullest rank)", "part", "predicted", "measured", "measured / predicted")
+    table = _table(
+        "memory by part (rank with the highest peak)", "part", "predicted", "measured", "measured / predicted"
+    )
     for row in figures.memory_rows(run):
         ratio = "–" if row.ratio is None else f"{row.ratio:.2f}"
         table.add_row(row.words, size(row.predicted), size(row.measured), ratio)
@@ -100,7 +104,7 @@ def _memory_parts(run: RecordedRun) -> Table:
 
 
 def _ranks(run: RecordedRun) -> Table:
-    table = _table("over ranks, at the last detailed step", "", "smallest", "mean", "largest")
+    table = _table("over ranks, at the last detailed step", "", "minimum", "mean", "maximum")
     for name, stats in run.ranks.items():
         last = {key: values[-1] for key, values in stats.items()}
         words = size if name.endswith("_bytes") else milliseconds if name.endswith("_seconds") else "{:.1f}".format
@@ -114,7 +118,7 @@ def _ranks(run: RecordedRun) -> Table:
 
 
 def _collectives(run: RecordedRun) -> Table:
-    table = _table("collectives of a step (rank 0)", "kind", "calls", "sent", "held the rank for")
+    table = _table("collectives per step (rank 0)", "kind", "calls", "sent", "blocked for")
     for row in figures.collectives(run):
         table.add_row(row["name"], str(row["calls"]), size(row["bytes"]), milliseconds(row["seconds"]))
     return table
@@ -131,7 +135,7 @@ def _several(runs: Sequence[RecordedRun], console: Console) -> None:
     for key in found[0]:
         table.add_row(key, *(one[key] for one in found))
     console.print(table)
-    differing = _table("what differs in the recipes", "key", *(escape(run.name) for run in runs))
+    differing = _table("differences between the recipes", "key", *(escape(run.name) for run in runs))
     for key, values in figures.differing_keys(runs):
         differing.add_row(key, *map(escape, values))
     if differing.row_count:

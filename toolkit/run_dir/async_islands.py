@@ -15,7 +15,7 @@ from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.run_dir import layout
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunDir, read_json
 
 
 def goes_async(recipe: Recipe, plan: Plan) -> bool:
@@ -73,7 +73,7 @@ def gather(run: RunDir, islands: int, status: str) -> None:
     lines = (json.dumps(record) + "\n" for _, record in sorted(records.items()))
     run.metrics.write_text("".join(lines), encoding="utf-8")
     best = run.island(furthest(run, islands))
-    summaries = [_json(run.island(number).summary) for number in range(islands)]
+    summaries = [read_json(run.island(number).summary) for number in range(islands)]
     summary = dict(next((found for found in summaries if found), {}))
     losses = [record["loss"] for _, record in sorted(records.items())]
     summary |= {
@@ -102,13 +102,6 @@ def _records(run: RunDir, islands: int) -> dict[int, dict[str, Any]]:
             if other is None or other["time"] < record["time"]:
                 found[record["step"]] = record
     return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
 
 
 def _adopt(checkpoint: Path, root: Path) -> None:

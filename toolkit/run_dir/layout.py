@@ -194,3 +194,12 @@ def newest(given: Path) -> Path:
         if found:
             return store.path_of(root, found[0])
     raise BadInput(str(given), "holds no checkpoint; give a checkpoint or a run directory that has some")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if the file is missing, damaged or contains anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""Where a run goes to: this host, those of `--hostfile`, or a Ray cluster's nodes."""
+"""Where and how a run is launched: on this host, on the hosts of `--hostfile`, or on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from toolkit import secrets
 from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.reader import check_here, of_nodes
 from toolkit.errors import BadInput
@@ -22,18 +21,45 @@ from toolkit.launching.hostfile import Host, even_slots
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir
+from toolkit.secrets import is_secret_variable
 from toolkit.sessions import ray
 from toolkit.sessions.resolve import Resolved
 
 if TYPE_CHECKING:
     from toolkit.runtime.hosts.fleet import Fleet
 
-_PLAIN = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
-"""What pdsh may hand to the shells of other hosts as it is."""
+_SHELL_SAFE = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
+"""Text that means the same to a shell, unquoted: pdsh passes arguments to the shells of other hosts as they are."""
+
+
+@dataclass(frozen=True)
+class IslandOptions:
+    """Which asynchronous islands this command starts, and where they exchange updates."""
+
+    rendezvous: tuple[str, int] | None = None
+    """Host and port of `toolkit rendezvous`; None: the update store is served by this process."""
+    island: int | None = None
+    """The only island to start, counted from 0; None: all."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How a planned run is launched."""
+
+    launcher: str = "local"
+    """One of `launchers.LAUNCHERS`."""
+    hosts: tuple[Host, ...] = ()
+    """Hosts to train on; empty: this host, or those that Ray offers."""
+    max_restarts: int = 0
+    """How often a failed run is restarted from its last checkpoint."""
+    resuming: bool = False
+    """Whether the run directory already exists and its run continues."""
+    islands: IslandOptions = IslandOptions()
+    """Used by asynchronous islands only."""
 
 
 def on_hosts(recipe: Recipe, hosts: Sequence[Host]) -> Recipe:
-    """The recipe with the hosts as its cluster."""
+    """Return the recipe with the hosts as its cluster; without hosts, unchanged."""
     if not hosts:
         return recipe
     return replace(recipe, cluster=of_nodes(recipe.cluster, len(hosts), even_slots(hosts)))
@@ -42,7 +68,7 @@ def on_hosts(recipe: Recipe, hosts: Sequence[Host]) -> Recipe:
 def planned_commands(
     launcher: str, path: Path, cluster: Cluster, hosts: Sequence[Host]
 ) -> dict[str, list[launchers.Command]]:
-    """What would be started, by host; on many hosts the first one chooses the port when it comes to it."""
+    """Return the commands a run would start, by host. In a real run the first host picks the rendezvous port."""
     backend, each = cluster.device.backend, cluster.devices_per_node
     if launcher == ray.LAUNCHER:
         names = [f"node-{number}" for number in range(1, cluster.nodes + 1)]
@@ -58,22 +84,21 @@ def planned_commands(
     if launcher == "deepspeed":
         return {"this host": [launchers.deepspeed_fleet(path.resolve(), hosts, nodes[0], backend)]}
     return {
-        name: launchers.commands(_starter(launcher), path.resolve(), each, backend, node)
+        name: launchers.commands(_worker_launcher(launcher), path.resolve(), each, backend, node)
         for name, node in zip(names, nodes, strict=True)
     }
 
 
 def check_launcher(launcher: str, plan: Plan) -> None:
-    """`BadInput` if the launcher can't start such a plan."""
+    """Raise `BadInput` if the launcher can't start such a plan."""
     if launcher == "accelerate" and plan.pp > 1:
-        what = "accelerate has no pipeline; use another --launcher, or fix strategy.pp=1"
+        what = "accelerate does not support pipeline parallelism; use another --launcher, or set strategy.pp=1"
         raise BadInput("--launcher", what)
 
 
-def launch_run(
-    resolved: Resolved, path: Path, launcher: str, hosts: Sequence[Host], console: Console, *, resuming: bool
-) -> int:
-    """Check where the run goes to, write its directory, start the workers, watch them."""
+def launch_run(resolved: Resolved, path: Path, options: LaunchOptions, console: Console) -> int:
+    """Check the hosts, write the run directory, start the workers and supervise them. Returns the exit code."""
+    launcher, hosts = options.launcher, options.hosts
     cluster, timeout = resolved.job.cluster, resolved.recipe.train.hang_timeout_seconds
     backend = cluster.device.backend
     check_launcher(launcher, resolved.chosen.plan)
@@ -84,11 +109,11 @@ def launch_run(
             check_here(cluster)
         else:
             fleet.check(backend)
-        run = resolved.write(path, resuming=resuming)
+        run = resolved.write(path, resuming=options.resuming)
         resolved.write_accelerate(run)
         console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
         if fleet is not None and launcher != "deepspeed":
-            return fleet.run(_starter(launcher), run, backend, timeout)
+            return fleet.run(_worker_launcher(launcher), run, backend, timeout)
         node = fleet.node(0) if fleet else None
     if node is None:
         commands = launchers.commands(launcher, run.path, resolved.chosen.plan.devices, backend)
@@ -101,7 +126,7 @@ def launch_run(
 
 
 def _fleet(launcher: str, cluster: Cluster, hosts: Sequence[Host]) -> AbstractContextManager[Fleet | None]:
-    """Agents on the hosts of the run; None: this host needs none."""
+    """Return the agents on the hosts of the run; None if all workers run on this host."""
     if launcher == ray.LAUNCHER:
         return ray.fleet(cluster)
     if not hosts:
@@ -112,35 +137,40 @@ def _fleet(launcher: str, cluster: Cluster, hosts: Sequence[Host]) -> AbstractCo
     return Fleet(ssh_links(hosts, cluster.device.backend), "--hostfile")
 
 
-def _starter(launcher: str) -> str:
-    """Who starts the workers of one host: Ray finds the host, the agent there starts them."""
+def _worker_launcher(launcher: str) -> str:
+    """Return the launcher an agent uses on its own host: Ray only places the agent, which starts workers itself."""
     return "local" if launcher == ray.LAUNCHER else launcher
 
 
 def _check_pdsh(path: Path) -> None:
     if shutil.which("pdsh") is None:
-        what = "deepspeed needs pdsh for many hosts; install it (apt-get install pdsh), or leave --launcher out"
+        what = "deepspeed needs pdsh for several hosts; install it (apt-get install pdsh), or omit --launcher"
         raise BadInput("--launcher", what)
     for place in (path.resolve(), Path.cwd()):
-        if not _PLAIN.fullmatch(str(place)):
-            what = f"deepspeed hands {str(place)!r} to shells as it is; use a plain path, or leave --launcher out"
+        if not _SHELL_SAFE.fullmatch(str(place)):
+            what = f"deepspeed passes {str(place)!r} to shells unquoted; use a plain path, or omit --launcher"
             raise BadInput("--launcher", what)
 
 
 def _write_deepspeed_files(run: RunDir, hosts: Sequence[Host], command: launchers.Command, console: Console) -> None:
-    """Hosts and settings for DeepSpeed's launcher, which writes settings into command lines: so no secret is passed."""
+    """Write the hostfile and the settings file of DeepSpeed's launcher.
+
+    DeepSpeed (0.19.8) copies every line of the settings file onto command lines, which any user of a host can read,
+    and puts values into double quotes at most, in which shells still expand `$`. So secrets and values with special
+    characters are withheld and reported. Obsolete once `PDSHRunner` in deepspeed/launcher passes settings another way.
+    """
     exports = environment.exported(environment.environment(command.env))
-    secret = [name for name in exports if secrets.is_secret(name)]
-    odd = [name for name, value in exports.items() if name not in secret and not _PLAIN.fullmatch(value)]
-    lines = [f"{name}={value}\n" for name, value in exports.items() if name not in (*secret, *odd)]
+    secret = [name for name in exports if is_secret_variable(name)]
+    unsafe = [name for name, value in exports.items() if name not in secret and not _SHELL_SAFE.fullmatch(value)]
+    lines = [f"{name}={value}\n" for name, value in exports.items() if name not in (*secret, *unsafe)]
     run.path.joinpath("hostfile").write_text(
         "".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in hosts), encoding="utf-8"
     )
     with open(run.path / "deepspeed_env", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.writelines(lines)
-    if secret or odd:
+    if secret or unsafe:
         console.print(
             f"not passed on to other hosts, because deepspeed puts settings on command lines: "
-            f"{', '.join([*secret, *odd])}; log in there (`hf auth login`, `wandb login`), or leave --launcher out",
+            f"{', '.join([*secret, *unsafe])}; log in there (`hf auth login`, `wandb login`), or omit --launcher",
             highlight=False,
         )

@@ -1,13 +1,13 @@
-"""Parity: the recipe under each strategy against one process, on the same global batches."""
+"""Compare strategies with one process: a recipe (parity), or tiny models of every type (coverage)."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import strategies
 from toolkit.errors import BadInput, RankFailed
@@ -19,10 +19,16 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.run_dir.trajectory import LOSS_TOLERANCE, NORM_TOLERANCE, Trajectory, largest_difference
 from toolkit.sessions.resolve import explain, resolve
 
+if TYPE_CHECKING:
+    from toolkit.runtime.proofs.coverage import Result
+
+CoverageRows = dict[str, dict[str, "Result"]]
+"""Model type → case → result."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One strategy against one process."""
+    """How one strategy compares with one process."""
 
     name: str
     plan: Plan | None = None
@@ -33,7 +39,7 @@ class Outcome:
     refused: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """An entry of the JSON contract."""
+        """Return the entry of one strategy in `toolkit parity --json`."""
         entry: dict[str, Any] = {
             "plan": asdict(self.plan) if self.plan else None,
             "loss": list(self.trajectory.loss) if self.trajectory else [],
@@ -45,8 +51,17 @@ class Outcome:
         return entry | ({"refused": self.refused} if self.refused else {})
 
 
+def parity_json(steps: int, reference: Trajectory, outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Return what `toolkit parity --json` prints."""
+    return {
+        "steps": steps,
+        "reference": list(reference.loss),
+        "strategies": {outcome.name: outcome.to_json() for outcome in outcomes},
+    }
+
+
 def cases(wanted: str, nproc: int) -> dict[str, dict[str, Any]]:
-    """Name → fixed axes, for `all`, strategy names or names of their variants."""
+    """Return name → fixed axes, for `all`, or for a comma-separated list of strategies and variants."""
     every = {
         name: {"name": s.name, **axes}
         for s in strategies.registry().values()
@@ -58,19 +73,19 @@ def cases(wanted: str, nproc: int) -> dict[str, dict[str, Any]]:
     for word in wanted.split(","):
         found = {name: axes for name, axes in every.items() if word in (name, axes["name"])}
         if not found:
-            raise BadInput("--strategies", f"{word!r} given; all, or some of: {', '.join(every)}")
+            raise BadInput("--strategies", f"{word!r} given; use all, or some of: {', '.join(every)}")
         chosen |= found
     return chosen
 
 
 def reference(recipe: Recipe, steps: int) -> Trajectory:
-    """The recipe in one process."""
+    """Train the recipe in one process."""
     outcome = _run(_prepared(recipe, steps, {"name": "data_parallel"}), nproc=1)
     return outcome[1]
 
 
 def compare(recipe: Recipe, steps: int, nproc: int, wanted: str, against: Trajectory) -> Iterator[Outcome]:
-    """Each case in turn."""
+    """Train the recipe under each wanted strategy in turn and compare it with the reference."""
     for name, axes in cases(wanted, nproc).items():
         yield _compare(name, _prepared(recipe, steps, axes), nproc, against)
 
@@ -87,7 +102,7 @@ def _compare(name: str, recipe: Recipe, nproc: int, against: Trajectory) -> Outc
 
 
 def _prepared(recipe: Recipe, steps: int, axes: Mapping[str, Any]) -> Recipe:
-    """The recipe with a strategy and a number of steps, recording to files only."""
+    """Return the recipe with a strategy and a number of steps, logging to files only."""
     given = {**recipe.strategy.fixed(), **axes} if recipe.strategy.name == axes["name"] else dict(axes)
     return replace(
         recipe,
@@ -98,7 +113,7 @@ def _prepared(recipe: Recipe, steps: int, axes: Mapping[str, Any]) -> Recipe:
 
 
 def _run(recipe: Recipe, nproc: int) -> tuple[Plan, Trajectory]:
-    """Real workers in a temporary run directory."""
+    """Train in real workers, in a temporary run directory."""
     resolved = resolve(recipe, nproc)
     plan, backend = resolved.chosen.plan, resolved.job.cluster.device.backend
     with tempfile.TemporaryDirectory(prefix="parity-") as directory:
@@ -113,7 +128,7 @@ def _run(recipe: Recipe, nproc: int) -> tuple[Plan, Trajectory]:
 
 
 def runner(backend: str) -> Callable[[Sequence[launchers.Command]], list[int]]:
-    """Warm workers on a CPU; fresh processes where there is an accelerator, which must not be forked."""
+    """Return what runs workers: forked ones on a CPU, new processes on an accelerator, which can't be forked."""
     if backend == "cpu":
         from toolkit.runtime.supervision.warm_pool import run_warm
 
@@ -125,3 +140,31 @@ def runner(backend: str) -> Callable[[Sequence[launchers.Command]], list[int]]:
 
 def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-12:]) if log.exists() else "(no log)"
+
+
+def cover_types(types: Sequence[str], cache: Path | None, progress: Callable[[str, int], object]) -> CoverageRows:
+    """Train a tiny model of each type under each strategy; results in the cache are not computed again.
+
+    `progress` is called before each type with its name and number.
+    """
+    from toolkit.runtime.proofs.coverage import Result, cover
+
+    rows = {name: {case: Result(**result) for case, result in row.items()} for name, row in _cached(cache)}
+    for number, name in enumerate(types, 1):
+        progress(name, number)
+        if name not in rows:
+            rows[name] = cover(name)
+            _append(cache, name, rows[name])
+    return {name: rows[name] for name in types}
+
+
+def _cached(path: Path | None) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+    if path is None or not path.exists():
+        return []
+    return [(line["type"], line["cases"]) for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
+
+
+def _append(path: Path | None, name: str, row: Mapping[str, Result]) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"type": name, "cases": {case: asdict(r) for case, r in row.items()}}) + "\n")

@@ -1,38 +1,37 @@
-"""What can be found wrong before a process starts: data paths, keys without an implementation, W&B without a key."""
+"""Checks before a process starts: data paths, missing packages, unsupported settings, W&B without an API key."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import netrc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from toolkit.errors import BadInput, Problem
+from toolkit.launching.environment import has_wandb_key
 from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.data_checks import source_weights
 from toolkit.recipe.data_files import data_files, image_folders
 from toolkit.recipe.sections import Lora, Model, Recipe
 
 
-def check(recipe: Recipe, env: Mapping[str, str], say: Callable[[str], object]) -> Recipe:
-    """The recipe that will run; faults raise `BadInput`, fallbacks are said aloud."""
-    problems = [*_unavailable(recipe), *_data_faults(recipe), *_metrics_faults(recipe)]
+def check(recipe: Recipe, env: Mapping[str, str], report: Callable[[str], object]) -> Recipe:
+    """Return the recipe that will run; raise `BadInput` with every problem, report every fallback."""
+    problems = [*_unavailable(recipe), *_data_problems(recipe), *_metrics_problems(recipe)]
     if problems:
         raise BadInput(recipe.name, problems)
     wandb = recipe.metrics.wandb
-    if wandb.mode == "online" and not _has_wandb_key(env):
-        say("W&B is online in the recipe, but there is no key (`wandb login` or WANDB_API_KEY):")
-        say("recording offline instead; `wandb sync` uploads it later")
+    if wandb.mode == "online" and not has_wandb_key(env):
+        report("W&B is online in the recipe, but there is no API key (`wandb login` or WANDB_API_KEY):")
+        report("recording offline instead; `wandb sync` uploads the run later")
         return replace(recipe, metrics=replace(recipe.metrics, wandb=replace(wandb, mode="offline")))
     return recipe
 
 
 def prove(section: Model, axes: Axes, env: Mapping[str, str]) -> Verdict:
-    """The float64 twin's verdict, from a process of its own on the host: nothing here touches an accelerator."""
+    """Check a split in float64 on a tiny model, in a separate CPU process so that no accelerator is touched here."""
     question = json.dumps({"model": asdict(section), "axes": asdict(axes)})
     answer = subprocess.run(
         [sys.executable, "-m", "toolkit.runtime.proofs"],
@@ -46,20 +45,23 @@ def prove(section: Model, axes: Axes, env: Mapping[str, str]) -> Verdict:
         return Verdict(**json.loads(answer.stdout.strip().splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
         last = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
-        return Verdict(False, f"the split could not be tried on a small twin: {last}")
+        return Verdict(False, f"the split could not be checked on a tiny model: {last}")
 
 
 def _unavailable(recipe: Recipe) -> Iterator[Problem]:
-    """Keys of the contract that this version can't carry out, or not on this machine."""
+    """Yield settings that this version does not support, or that need a package that is not installed."""
     if recipe.data.format == "image-classification" and importlib.util.find_spec("PIL") is None:
         yield Problem("data.format", "images need Pillow; install it with: pip install 'zero-toolkit[vision]'")
     if recipe.checkpoint.every and (recipe.strategy.offload or "").startswith("nvme"):
-        yield Problem("checkpoint.every", "states on NVMe can't be saved by this version; use offload: cpu, or 0")
+        yield Problem(
+            "checkpoint.every",
+            "optimizer states on NVMe can't be saved by this version; use offload: cpu, or set it to 0",
+        )
     if recipe.model.lora is not None:
-        yield from _lora_faults(recipe, recipe.model.lora)
+        yield from _lora_problems(recipe, recipe.model.lora)
 
 
-def _lora_faults(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
+def _lora_problems(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
     if importlib.util.find_spec("peft") is None:
         yield Problem("model.lora", "needs peft; install it with: pip install 'zero-toolkit[lora]'")
     if lora.quantize == "none":
@@ -68,12 +70,12 @@ def _lora_faults(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
     if importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(key, "4bit needs bitsandbytes: pip install 'zero-toolkit[qlora]', or use none")
     if recipe.model.init != "pretrained":
-        yield Problem(key, "4bit needs pretrained weights; nothing is learned from a random base that is frozen")
+        yield Problem(key, "4bit needs pretrained weights; a frozen random base learns nothing")
     if recipe.strategy.zero_stage == 3:
         yield Problem(key, "4bit weights can't be sharded by ZeRO 3; use zero_stage 2 or less")
 
 
-def _metrics_faults(recipe: Recipe) -> Iterator[Problem]:
+def _metrics_problems(recipe: Recipe) -> Iterator[Problem]:
     metrics = recipe.metrics
     if metrics.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         yield Problem(
@@ -81,13 +83,15 @@ def _metrics_faults(recipe: Recipe) -> Iterator[Problem]:
         )
     trace = metrics.trace
     if trace is not None and (len(trace.steps) != 2 or not 3 <= trace.steps[0] <= trace.steps[1]):
-        what = f"{list(trace.steps)} given; first and last step are required, from 3 on: memory is watched in step 2"
+        what = (
+            f"{list(trace.steps)} given; the first and last step are required, from 3 on: step 2 is profiled for memory"
+        )
         yield Problem("metrics.trace.steps", what)
     if trace is not None and (not trace.ranks or min(trace.ranks) < 0):
-        yield Problem("metrics.trace.ranks", f"{list(trace.ranks)} given; numbers of ranks, from 0 on, are required")
+        yield Problem("metrics.trace.ranks", f"{list(trace.ranks)} given; rank numbers from 0 are required")
 
 
-def _data_faults(recipe: Recipe) -> Iterator[Problem]:
+def _data_problems(recipe: Recipe) -> Iterator[Problem]:
     held_out = [] if recipe.data.eval_path is None else [recipe.data.eval_path]
     for source in [*source_weights(recipe.data.path), *held_out]:
         images = recipe.data.format == "image-classification" and image_folders(source)
@@ -97,12 +101,3 @@ def _data_faults(recipe: Recipe) -> Iterator[Problem]:
             data_files(source)
         except BadInput as error:
             yield from error.problems
-
-
-def _has_wandb_key(env: Mapping[str, str]) -> bool:
-    if env.get("WANDB_API_KEY"):
-        return True
-    try:
-        return any("wandb" in host for host in netrc.netrc(str(Path.home() / ".netrc")).hosts)
-    except (OSError, netrc.NetrcParseError):
-        return False

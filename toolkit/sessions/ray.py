@@ -1,4 +1,4 @@
-"""`--launcher ray`: training on the nodes of a Ray cluster."""
+"""`--launcher ray`: find the nodes of a Ray cluster and place agents on them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ LAUNCHER = "ray"
 
 
 def on_ray(recipe: Recipe, nproc: int | None, hosts: Sequence[Host]) -> Recipe:
-    """The recipe with the Ray cluster as its cluster, if it leaves that open; `BadInput` if Ray can't be used."""
+    """Return the recipe with the Ray cluster as its cluster if that is `auto`; raise `BadInput` if Ray is unusable."""
     if importlib.util.find_spec("ray") is None:
         raise BadInput("--launcher", "ray is not installed here; pip install 'zero-toolkit[ray]'")
     if hosts:
-        raise BadInput("--launcher", "ray excludes --hostfile: its cluster says which hosts there are; leave one out")
+        raise BadInput(
+            "--launcher", "ray excludes --hostfile: the Ray cluster determines the hosts; remove one of the two"
+        )
     address = _address(environment.environment())
     if not address or recipe.cluster != "auto":
         return recipe
@@ -39,7 +41,7 @@ def on_ray(recipe: Recipe, nproc: int | None, hosts: Sequence[Host]) -> Recipe:
 
 
 def fleet(cluster: Cluster) -> AbstractContextManager[Fleet]:
-    """Agents on the nodes of the cluster at RAY_ADDRESS; without one, on a cluster of this host that ends with us."""
+    """Place agents on the nodes of the cluster at RAY_ADDRESS; if unset, on a temporary Ray cluster of this host."""
     address = _address(environment.environment())
     if not address:
         _check_alone(cluster)
@@ -50,7 +52,7 @@ def fleet(cluster: Cluster) -> AbstractContextManager[Fleet]:
 
 
 def num_nodes(cluster: Cluster, lost: Sequence[str]) -> int:
-    """Nodes that could take a node's part of the plan, without those that were lost (Ray may not know it yet)."""
+    """Count the nodes with enough devices for one node of the plan; `lost` ones may still be listed by Ray."""
     address = _address(environment.environment())
     if not address:
         return 1
@@ -64,15 +66,15 @@ def num_nodes(cluster: Cluster, lost: Sequence[str]) -> int:
 
 def _check_alone(cluster: Cluster) -> None:
     if cluster.nodes > 1:
-        what = f"is not set, so that Ray would run on this host alone; the plan has {cluster.nodes} nodes; set it"
-        raise BadInput(ADDRESS, f"{what} to HOST:PORT of the cluster's head, or to auto on a host of the cluster")
+        what = f"is not set, so Ray would run on this host alone; the plan has {cluster.nodes} nodes; set it"
+        raise BadInput(ADDRESS, f"{what} to HOST:PORT of the cluster's head, or to auto on a node of the cluster")
     check_here(cluster)
 
 
 def _address(env: Mapping[str, str]) -> str:
-    """Of the cluster to join; empty: none."""
+    """Return the address of the cluster to join; empty: start one on this host."""
     address = env.get(ADDRESS, "")
     if address.startswith("ray://"):
-        what = f"{address!r} given, an address of Ray's client; start this command on a node of the cluster, or by"
-        raise BadInput(ADDRESS, f"{what} `ray job submit`, and give HOST:PORT of the head, or auto")
+        what = f"{address!r} given, a Ray Client address; run this command on a node of the cluster, or with"
+        raise BadInput(ADDRESS, f"{what} `ray job submit`, and set HOST:PORT of the head, or auto")
     return "" if address == "local" else address

@@ -1,4 +1,4 @@
-"""From a recipe to an order: plan, DeepSpeed config, run directory. A root: it joins planning and registry."""
+"""From a recipe to everything a run needs: ranked plans, DeepSpeed config, run directory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from toolkit.run_dir import layout
 from toolkit.run_dir.layout import RunDir
 
 WORTH_SAYING = 1.2
-"""Islands are mentioned from this gain in throughput on."""
+"""Least gain in throughput at which islands are suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """Everything that is known before a process starts."""
+    """A recipe with its plans: everything known before a process starts."""
 
     recipe: Recipe
     job: Job
@@ -41,7 +41,7 @@ class Resolved:
 
     @property
     def chosen(self) -> Option:
-        """The plan to run; `NoPlanFits` if there is none."""
+        """The plan to run; raises `NoPlanFits` if there is none."""
         if self.decision.chosen is None:
             raise NoPlanFits(explain(self.decision))
         return self.decision.chosen
@@ -58,7 +58,7 @@ class Resolved:
         )
 
     def plan_json(self) -> dict[str, Any]:
-        """plan.json: the PLAN of the contract, the bases of MFU and HFU, and limits that measurements are held to."""
+        """Return plan.json: the plan, its predictions, the FLOPs behind MFU and HFU, and the memory and link limits."""
         cluster = self.job.cluster
         across = cluster.inter_bytes_per_second if cluster.nodes > 1 else cluster.intra_bytes_per_second
         return {
@@ -71,7 +71,7 @@ class Resolved:
         }
 
     def write(self, path: Path, *, resuming: bool = False) -> RunDir:
-        """A run directory with the order in it: a new one, or that of a run that goes on."""
+        """Write recipe, plan and DeepSpeed config into a new run directory, or into that of a run that resumes."""
         section = self.recipe.checkpoint
         resuming = resuming or layout.can_resume(path, section.resume, section.every)
         run = RunDir(path) if resuming else layout.create(path)
@@ -79,14 +79,14 @@ class Resolved:
         return run
 
     def write_accelerate(self, run: RunDir) -> None:
-        """The config with which `accelerate launch` starts the run."""
+        """Write the config with which `accelerate launch` starts the run."""
         cluster = self.job.cluster
         config = accelerate_config(run.deepspeed, self.chosen.plan.devices, cluster.device.backend, cluster.nodes)
         (run.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
 def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughput") -> Resolved:
-    """Plan a recipe; for the objective `cost` also on smaller parts of the cluster."""
+    """Plan a recipe; with the objective `cost`, also on fewer nodes of the cluster."""
     registry = strategies.registry()
     name = recipe.strategy.name
     if name != "auto" and name not in registry:
@@ -102,8 +102,8 @@ def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughp
     return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
 
 
-def apart(resolved: Resolved) -> str:
-    """For clusters of several sites: what islands would gain over the plan that synchronises every step; or nothing."""
+def islands_gain(resolved: Resolved) -> str:
+    """Say what islands would gain over the chosen plan on a cluster of several sites; empty if too little."""
     recipe, chosen = resolved.recipe, resolved.decision.chosen
     if recipe.strategy.name != "auto" or chosen is None or resolved.job.cluster.sites == 1:
         return ""
@@ -114,34 +114,37 @@ def apart(resolved: Resolved) -> str:
     gain = found.estimate.tokens_per_second / chosen.estimate.tokens_per_second
     return (
         f"the link between sites is the bottleneck: {found.plan.describe()} would reach "
-        f"{found.estimate.tokens_per_second:,.0f} tokens/s, {gain:.1f} times the chosen plan; its result is not that "
-        "of synchronous training; ask for it with strategy.name=local_sgd"
+        f"{found.estimate.tokens_per_second:,.0f} tokens/s, {gain:.1f} times the chosen plan; its result differs from "
+        "synchronous training; choose it with strategy.name=local_sgd"
     )
 
 
 def proven(
-    resolved: Resolved, again: Callable[[], Resolved], prove: Callable[[Axes], Verdict], say: Callable[[str], object]
+    resolved: Resolved, again: Callable[[], Resolved], prove: Callable[[Axes], Verdict], report: Callable[[str], object]
 ) -> Resolved:
-    """A decision whose chosen split is proven: what fails is remembered, and planning goes on without it."""
+    """Prove the chosen split; if it fails, remember that, plan again without it, and repeat.
+
+    `again` plans the same recipe with the verdicts recorded so far.
+    """
     recipe, config = resolved.recipe, raw_config(resolved.recipe.model)
     while resolved.decision.chosen is not None:
         axes = Axes.of(resolved.chosen.plan)
         if not axes.split or Proofs().get(config, recipe.model, axes) is not None:
             break
-        say("trying the split on a small twin of the model")
+        report("checking the split on a tiny model of the same type")
         Proofs().put(config, recipe.model, axes, prove(axes))
         resolved = again()
     return resolved
 
 
 def _known(recipe: Recipe) -> Callable[[Axes], Verdict | None]:
-    """What earlier runs have proven of the recipe's model."""
+    """Return a look-up of the split verdicts recorded for the recipe's model."""
     proofs, config = Proofs(), raw_config(recipe.model)
     return lambda axes: proofs.get(config, recipe.model, axes)
 
 
 def explain(decision: Decision) -> str:
-    """Why no plan fits: one line a strategy and reason, the most frequent first."""
+    """Say why no plan fits: one line per strategy and reason, the most frequent first."""
     reasons: dict[tuple[str, str], int] = {}
     for refusal in decision.refused:
         key = (refusal.strategy, refusal.reason)
@@ -158,8 +161,8 @@ TOO_EARLY = (
 
 
 def plan_notes(resolved: Resolved) -> list[str]:
-    """What a person should know of the chosen plan."""
-    chosen, gain = resolved.decision.chosen, apart(resolved)
+    """Return what a person should know about the chosen plan."""
+    chosen, gain = resolved.decision.chosen, islands_gain(resolved)
     about = caveats(chosen.plan, resolved.recipe.train) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
     early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []

@@ -1,28 +1,33 @@
-"""Scaling curves: the best plan of each strategy on more and more devices, and where more stop paying."""
+"""Scaling curves: the best plan of each strategy by number of devices, and where more devices stop paying off."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import strategies as registry
 from toolkit.errors import BadInput
 from toolkit.planner.search import Decision, Option, decide
 from toolkit.plans.plan import Job, Plan, Refusal
+from toolkit.run_dir.layout import RunDir
 
 DAY_SECONDS = 86400.0
 DIMINISHING = 0.5
-"""A doubling of devices that brings less than this share of a doubling in tokens a second does not pay."""
+"""More devices do not pay off if throughput grows by less than this fraction of their growth."""
 TRAFFIC = ("tp_comm", "sp_comm", "pp_bubble", "pp_comm", "dp_comm")
-"""Parts of a step that a device spends waiting for others."""
+"""Parts of a step in which a device waits for others."""
 
 Propose = Callable[[Job], Iterable[Plan | Refusal]]
 
 
 @dataclass(frozen=True)
 class Point:
-    """The best plan of one strategy on one number of devices."""
+    """The best plan of one strategy for one number of devices."""
 
     devices: int
     global_batch: int
@@ -32,12 +37,12 @@ class Point:
 
     @property
     def tokens_per_second(self) -> float:
-        """0 where nothing fits."""
+        """Predicted throughput; 0 if no plan fits."""
         return self.option.estimate.tokens_per_second if self.option else 0.0
 
     @property
     def exposed(self) -> float:
-        """Share of the step spent waiting for other devices."""
+        """Fraction of the step spent waiting for other devices."""
         if self.option is None:
             return 0.0
         time = self.option.estimate.time
@@ -45,7 +50,7 @@ class Point:
 
 
 def parse_devices(text: str) -> list[int]:
-    """`8..16384` (doubling) or `8,24,64`."""
+    """Parse `8..16384` (doubling) or `8,24,64`."""
     try:
         if ".." in text:
             low, high = (int(part) for part in text.split("..", 1))
@@ -55,12 +60,14 @@ def parse_devices(text: str) -> list[int]:
     except ValueError:
         raise BadInput("--devices", f"{text!r} given; use 8..16384 or 8,16,64") from None
     if not sizes or min(sizes) < 1:
-        raise BadInput("--devices", f"{text!r} given; at least one number of devices from 1 is required")
+        raise BadInput(
+            "--devices", f"{text!r} given; at least one number of devices is required, and each must be at least 1"
+        )
     return sorted(set(sizes))
 
 
 def with_devices(job: Job, devices: int, *, weak: bool) -> Job:
-    """The job on that many devices; weak scaling keeps the sequences of a device, strong the batch of a step."""
+    """Return the job on that many devices. Weak scaling keeps sequences per device, strong scaling the global batch."""
     cluster = job.cluster
     per_node = min(devices, cluster.devices_per_node)
     if devices % per_node:
@@ -73,7 +80,7 @@ def with_devices(job: Job, devices: int, *, weak: bool) -> Job:
 
 
 def curve(job: Job, sizes: Sequence[int], propose: Propose, *, weak: bool = True) -> list[Point]:
-    """One strategy's points."""
+    """Return the best plan of one strategy for each number of devices."""
     points = []
     for devices in sizes:
         grown = with_devices(job, devices, weak=weak)
@@ -87,17 +94,17 @@ def curve(job: Job, sizes: Sequence[int], propose: Propose, *, weak: bool = True
 def _reason(decision: Decision) -> str:
     if decision.refused:
         return decision.refused[-1].reason
-    return "no plan is proposed" if decision.chosen is None else "does not fit"
+    return "the strategy proposes no plan" if decision.chosen is None else "does not fit"
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """Tokens a second and device, relative to the smallest number of devices that has a plan."""
+    """Return tokens per second per device, relative to the smallest number of devices that has a plan."""
     base = next((p.tokens_per_second / p.devices for p in points if p.option), 0.0)
     return [p.tokens_per_second / p.devices / base if base else 0.0 for p in points]
 
 
 def diminishing(points: Sequence[Point]) -> int | None:
-    """The number of devices after which more bring less than half of what they cost; None: they pay to the end."""
+    """Return the number of devices beyond which more bring less than half of what they cost; None if all pay off."""
     able = [p for p in points if p.option]
     for before, after in itertools.pairwise(able):
         gain = after.tokens_per_second / before.tokens_per_second - 1
@@ -106,11 +113,27 @@ def diminishing(points: Sequence[Point]) -> int | None:
     return None
 
 
+def proposers(name: str) -> dict[str, Propose]:
+    """Return strategy → what proposes its plans, for one strategy or for `auto`, which means all."""
+    names = list(registry.registry()) if name == "auto" else [name]
+    return {name: functools.partial(registry.propose, name=name) for name in names}
+
+
+def measured_critical_batch(run_dir: Path) -> int:
+    """Return the critical batch size in sequences that a run measured: its gradient noise scale."""
+    try:
+        found = json.loads(RunDir(run_dir).summary.read_text(encoding="utf-8"))["noise_scale_sequences"]
+        return max(1, round(float(found)))
+    except (OSError, ValueError, KeyError, TypeError):
+        what = f"{run_dir} has no measured noise scale in summary.json; train with metrics.noise_scale=true first"
+        raise BadInput("--noise-from", what) from None
+
+
 def scaling(
     job: Job, sizes: Sequence[int], strategies: Mapping[str, Propose], *, weak: bool = True, tokens: float = 0.0,
     critical_batch: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The JSON of `toolkit scale`."""
+    """Return what `toolkit scale --json` prints."""
     curves = {name: curve(job, sizes, propose, weak=weak) for name, propose in strategies.items()}
     batches = {point.devices: point.global_batch for points in curves.values() for point in points}
     passed = [devices for devices, batch in sorted(batches.items()) if critical_batch and batch > critical_batch]

@@ -1,4 +1,4 @@
-"""Starting a planned run on this host, and starting it again after a failure."""
+"""Start a planned run and restart it after a failure, if needed on fewer hosts, with fewer processes or less memory."""
 
 from __future__ import annotations
 
@@ -17,47 +17,34 @@ from toolkit.launching import environment
 from toolkit.launching.hostfile import Host, even_slots
 from toolkit.launching.machine_checks import QUICK, CheckContext, examine
 from toolkit.planner.search import Option
-from toolkit.reports.findings import show as show_findings
+from toolkit.reports.tables import show_findings
 from toolkit.run_dir.async_islands import goes_async
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import async_islands, ray
-from toolkit.sessions.async_islands import IslandArguments
-from toolkit.sessions.hosts import launch_run
+from toolkit.sessions.hosts import LaunchOptions, launch_run
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.units import GIB
 
+LEANER = 0.9
+"""A plan counts as leaner if it needs at most this fraction of the memory: predictions are no more precise."""
 
-def start(
-    resolved: Resolved,
-    path: Path,
-    launcher: str,
-    console: Console,
-    *,
-    max_restarts: int = 0,
-    resuming: bool = False,
-    hosts: Sequence[Host] = (),
-    part: IslandArguments | None = None,
-) -> int:
-    """Write the run directory, launch, watch; the exit code of the contract. Without hosts: on this one."""
+
+def start(resolved: Resolved, path: Path, options: LaunchOptions, console: Console) -> int:
+    """Write the run directory, launch the workers and supervise them; restart as the options allow.
+
+    Returns the exit code of the command line.
+    """
     _examine(path, console)
     if goes_async(resolved.recipe, resolved.chosen.plan):
-        return async_islands.start(
-            resolved,
-            path,
-            launcher,
-            hosts,
-            console,
-            part or IslandArguments(),
-            max_restarts=max_restarts,
-            resuming=resuming,
-        )
-    if part is not None and part.mailbox is not None:
-        raise BadInput("--mailbox", "is for strategy local_sgd with train.outer.mode async; leave it out")
-    left, failed, seen = max_restarts, False, newest(path)
+        return async_islands.start(resolved, path, options, console)
+    if options.islands.rendezvous is not None:
+        what = "is used by strategy local_sgd with train.outer.mode async only; remove it"
+        raise BadInput("--rendezvous", what)
+    left, failed_before, last_seen = options.max_restarts, False, newest(path)
     while True:
         nproc = resolved.chosen.plan.devices
         try:
-            return launch_run(resolved, path, launcher, hosts, console, resuming=resuming)
+            return launch_run(resolved, path, options, console)
         except OutOfMemory as error:
             resolved = _leaner_or_stop(resolved, RunDir(path), error, console)
         except RankFailed as error:
@@ -65,16 +52,17 @@ def start(
                 raise
             left -= 1
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
-            if isinstance(error, HostLost) and launcher == ray.LAUNCHER:
-                resolved = _fewer_nodes(resolved, error)
+            if isinstance(error, HostLost) and options.launcher == ray.LAUNCHER:
+                resolved = _on_fewer_nodes(resolved, error)
             elif isinstance(error, HostLost):
-                resolved, hosts = _without(resolved, hosts, error)
-            elif failed and newest(path) == seen and not hosts:
-                resolved = _smaller(resolved, nproc)
-            failed, seen = True, newest(path)
-        resuming = True
+                resolved, hosts = _without_lost(resolved, options.hosts, error)
+                options = replace(options, hosts=hosts)
+            elif failed_before and newest(path) == last_seen and not options.hosts:
+                resolved = _with_fewer_processes(resolved, nproc)
+            failed_before, last_seen = True, newest(path)
+        options = replace(options, resuming=True)
         console.print(
-            f"starting again from {'the beginning' if newest(path) is None else f'step {newest(path)}'} with "
+            f"restarting from {'the beginning' if newest(path) is None else f'step {newest(path)}'} with "
             f"{resolved.chosen.plan.devices} processes; restarts left: {left}",
             highlight=False,
             soft_wrap=True,
@@ -82,7 +70,7 @@ def start(
 
 
 def _leaner_or_stop(resolved: Resolved, run: RunDir, error: OutOfMemory, console: Console) -> Resolved:
-    """The next plan if the recipe says so; else the error, with what was predicted and what to try."""
+    """Return the job under a leaner plan if `train.on_oom` is `replan`; else raise, and say what to try."""
     option = leaner(resolved)
     text = f"{error}\n{explain_out_of_memory(resolved, option, run)}"
     if option is None or resolved.recipe.train.on_oom != "replan":
@@ -92,18 +80,18 @@ def _leaner_or_stop(resolved: Resolved, run: RunDir, error: OutOfMemory, console
 
 
 def _examine(path: Path, console: Console) -> None:
-    """The quick checks of `toolkit doctor`; what is fine is not mentioned."""
+    """Run the quick checks of `toolkit doctor` and print what is not ok."""
     findings = examine(CheckContext(path, environment.environment()), QUICK)
     show_findings([finding for finding in findings if finding.level != "ok"], console)
 
 
 def newest(path: Path) -> int | None:
-    """Step of the newest checkpoint of a run."""
+    """Return the step of the newest checkpoint of a run; None if it has none."""
     return next(iter(store.steps(RunDir(path).checkpoints)), None)
 
 
-def _smaller(resolved: Resolved, nproc: int) -> Resolved:
-    """The largest world below `nproc` that the recipe has a plan for; the same if there is none."""
+def _with_fewer_processes(resolved: Resolved, nproc: int) -> Resolved:
+    """Plan for the largest world size below `nproc` that has a plan; unchanged if there is none."""
     for fewer in range(nproc - 1, 0, -1):
         try:
             candidate = resolve(resolved.recipe, fewer)
@@ -114,8 +102,8 @@ def _smaller(resolved: Resolved, nproc: int) -> Resolved:
     return resolved
 
 
-def _without(resolved: Resolved, hosts: Sequence[Host], error: HostLost) -> tuple[Resolved, tuple[Host, ...]]:
-    """A plan for the hosts that are left; the error if there is none."""
+def _without_lost(resolved: Resolved, hosts: Sequence[Host], error: HostLost) -> tuple[Resolved, tuple[Host, ...]]:
+    """Plan for the remaining hosts; raise the error if no plan fits them."""
     left = tuple(host for host in hosts if host.name not in error.hosts)
     try:
         recipe = replace(resolved.recipe, cluster=of_nodes("auto", len(left), even_slots(left)))
@@ -126,8 +114,8 @@ def _without(resolved: Resolved, hosts: Sequence[Host], error: HostLost) -> tupl
     return candidate, left
 
 
-def _fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
-    """A plan for as many nodes as Ray has left, at most those that the run had; the error if there is none."""
+def _on_fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
+    """Plan for the nodes that Ray has left, at most as many as before; raise the error if no plan fits them."""
     cluster, given = resolved.job.cluster, resolved.recipe.cluster
     left = min(cluster.nodes, ray.num_nodes(cluster, error.hosts))
     if left == cluster.nodes:
@@ -145,20 +133,16 @@ def _fewer_nodes(resolved: Resolved, error: HostLost) -> Resolved:
     return candidate
 
 
-LESS = 0.9
-"""A plan is leaner if it needs at most this part of the memory: predictions are no finer."""
-
-
 def leaner(resolved: Resolved) -> Option | None:
-    """The fastest plan for the same devices that needs clearly less memory."""
+    """Return the fastest plan for the same devices that needs clearly less memory."""
     chosen = resolved.chosen
-    limit = LESS * chosen.estimate.memory.total
+    limit = LEANER * chosen.estimate.memory.total
     same_devices = (o for o in resolved.decision.ranked if o.plan.devices == chosen.plan.devices)
     return next((option for option in same_devices if option.estimate.memory.total <= limit), None)
 
 
 def under(resolved: Resolved, option: Option) -> Resolved:
-    """The same job under another plan; the recipe names it, so that resuming later finds it again."""
+    """Return the job under another plan, with the plan's axes fixed in the recipe so that a later resume keeps them."""
     plan = option.plan
     axes: dict[str, Any] = {"zero_stage": plan.zero_stage, "offload": plan.offload, "recompute": plan.recompute}
     strategy = replace(
@@ -169,7 +153,7 @@ def under(resolved: Resolved, option: Option) -> Resolved:
 
 
 def explain_out_of_memory(resolved: Resolved, option: Option | None, run: RunDir) -> str:
-    """Predicted parts beside the measured peak, and what to try."""
+    """Say what was predicted, by part, what was measured, and what to try."""
     memory = resolved.chosen.estimate.memory
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(memory).items() if size and name != "host")
     lines = [
@@ -178,11 +162,13 @@ def explain_out_of_memory(resolved: Resolved, option: Option | None, run: RunDir
         f"measured peak so far: {_measured(run)}",
     ]
     if option is None:
-        lines.append("no plan for these devices needs less; use more devices, a shorter data.seq_len, or offload")
+        lines.append(
+            "no plan for these devices needs less memory; use more devices, a shorter data.seq_len, or offload"
+        )
     else:
         lines.append(
             f"the next plan needs {option.estimate.memory.total / GIB:.2f} GiB: {option.plan.describe()}; "
-            "train.on_oom=replan goes on under it"
+            "train.on_oom=replan switches to it and resumes"
         )
     return "\n".join(lines)
 
@@ -192,4 +178,4 @@ def _measured(run: RunDir) -> str:
         last = json.loads(run.metrics.read_text(encoding="utf-8").splitlines()[-1])
         return f"{last['memory_bytes'] / GIB:.2f} GiB at step {last['step']}"
     except (OSError, ValueError, KeyError, IndexError):
-        return "no step was finished"
+        return "none, no step was completed"

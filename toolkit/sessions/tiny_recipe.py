@@ -1,4 +1,4 @@
-"""A recipe's tiny twin: the same task and strategy, a small model, a few steps, processes of this machine. Pure."""
+"""`--tiny`: the same task and strategy with a tiny model, a few steps and CPU processes of this machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from toolkit.recipe.sections import ClusterSection, Data, Recipe, StrategySectio
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
 VOCABULARY = 264
-"""Bytes and their special tokens, and a few more."""
+"""Rows of the embedding: 256 bytes, their special tokens, and a few spare ones."""
 KEPT_AXES = ("name", "zero_stage", "offload", "recompute")
 SPLIT_AXES = ("tp", "pp", "sp", "ep")
 LARGEST_RANK = 4
 
 
 def tiny_recipe(recipe: Recipe) -> Recipe:
-    """The twin; it needs no download and no accelerator."""
+    """Return the tiny version of a recipe; it needs no download and no accelerator."""
     strategy = _strategy(recipe.strategy)
     lora = recipe.model.lora
     model = replace(
@@ -49,7 +49,7 @@ def tiny_recipe(recipe: Recipe) -> Recipe:
 
 
 def processes(strategy: StrategySection) -> int:
-    """Workers of the twin: the product of its split axes, and at least two."""
+    """Return the number of workers: the product of the axes, at least two."""
     split = 1
     for axis in ("tp", "pp", "sp", "islands"):
         split *= getattr(strategy, axis) or 1
@@ -57,7 +57,7 @@ def processes(strategy: StrategySection) -> int:
 
 
 def tiny_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the same type and switches and small sizes."""
+    """Return a model config with the same type and switches but small sizes."""
     sizes = {**tiny_sizes(4), "vocab_size": VOCABULARY, **IMAGES}
     small = {key: size for key, size in sizes.items() if isinstance(config.get(key), int)}
     switches = {key: value for key, value in config.items() if isinstance(value, bool | str) and key[0] != "_"}
@@ -75,7 +75,7 @@ def _strategy(given: StrategySection) -> StrategySection:
 
 
 def _data(given: Data) -> Data:
-    """Made-up rows of the same format, under the columns that they have."""
+    """Return synthetic data of the same format; plain text comes from the Python standard library."""
     plain = given.path == "python-stdlib"
     return Data(
         path="python-stdlib" if plain or given.format == "text" else "synthetic",

@@ -19,7 +19,6 @@ from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit import cli
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, FileEntry, canonical_json, dump_manifest, sha256
-from toolkit.commands.verify import check
 from toolkit.errors import BadInput, CheckpointFailed
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat, layout
@@ -27,6 +26,7 @@ from toolkit.runtime.checkpoint.fragments import Fragment
 from toolkit.runtime.checkpoint.reader import Reader, load
 from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.resolve import resolve
+from toolkit.sessions.verify import check
 
 
 def fragments() -> list[Fragment]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import Trainer
-from toolkit.commands.scale import measured
+from toolkit.sessions.scaling import measured_critical_batch
 
 BASE = ("train.steps=6", "strategy.micro_batch=2", "train.grad_clip=0.5")
 
@@ -23,4 +23,4 @@ def test_every_layout_measures_the_same(train: Trainer) -> None:
         found = [record["noise_scale_sequences"] for record in train(*BASE, *axes, nproc=2).records]
         assert found == pytest.approx(expected, rel=1e-3)
     assert "gradient noise scale:" in alone.summary["batch_advice"]
-    assert measured(alone.run.path) == max(1, round(alone.summary["noise_scale_sequences"]))
+    assert measured_critical_batch(alone.run.path) == max(1, round(alone.summary["noise_scale_sequences"]))

@@ -139,7 +139,7 @@ def test_an_island_that_is_killed_comes_back(together: Together) -> None:
 def test_what_an_island_leaves_behind_others_do(together: Together) -> None:
     done = together(disturb=after(1, 8, send(signal.SIGKILL)))
     assert done.code == 0, done.said
-    assert "island 1 has left; the others go on" in done.said
+    assert "island 1 has left; the other islands continue" in done.said
     done.assert_whole()
 
 
@@ -188,7 +188,7 @@ def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_
     argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as mailbox:
         assert mailbox.stdout is not None
-        place = parse_address(mailbox.stdout.readline().split("--mailbox ")[1].strip())
+        place = parse_address(mailbox.stdout.readline().split("--rendezvous ")[1].strip())
         axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
         resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
         runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
@@ -203,7 +203,7 @@ def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
-        (["--island", "0"], "--island and --mailbox go together"),
+        (["--island", "0"], "--island and --rendezvous go together"),
         (["--island", "0", "--mailbox", "here"], "HOST:PORT is required"),
     ],
 )

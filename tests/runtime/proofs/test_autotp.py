@@ -42,7 +42,7 @@ def test_a_recipe_asks_for_it_and_it_is_tried_first(
     axes = ("strategy.name=tensor_parallel", "strategy.tensor_by=autotp", "strategy.tp=2")
     argv = ["train", str(recipe), "--nproc", "2", *axes, "train.steps=2"]
     assert cli.main([*argv, "strategy.zero_stage=1", "--run-dir", str(tmp_path / "run")]) == 0
-    assert "trying the split" in capsys.readouterr().out
+    assert "checking the split" in capsys.readouterr().out
     assert "autotp_size" in (tmp_path / "run" / "deepspeed.json").read_text()
     for change, words in {
         "checkpoint.every=1": "our checkpoints can't be written",

@@ -17,10 +17,10 @@ import pytest
 from benchmarks.harness.self_killing import kill_point, poison, poison_stage, scale_losses, suicidal
 from benchmarks.harness.supervised import Disturb, Outcome, assert_whole_and_recent, at_step, send, supervised
 from toolkit.checkpoints import store
-from toolkit.commands.verify import check
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.warm_pool import enter_worker
+from toolkit.sessions.verify import check
 
 Watched = Callable[..., Outcome]
 

@@ -1,4 +1,4 @@
-"""The ranked plans and refusals as a table in the terminal."""
+"""Plans, refusals, notes and findings in the terminal."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from toolkit.launching.machine_checks import Finding
 from toolkit.planner.explain import bottleneck
 from toolkit.planner.search import Decision, Option
 from toolkit.plans.plan import Refusal
 from toolkit.units import GIB
 
-NOT_SYNCHRONOUS = "the result of local_sgd is not that of synchronous training: islands drift apart between exchanges"
+COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
+NOT_SYNCHRONOUS = "local_sgd does not give the result of synchronous training: islands drift apart between exchanges"
 
 
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
-    """The ranked table, and one line for each reason of refusal."""
+    """Print the ranked plans, the bottleneck of each, and one line per refusal."""
     table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
     for heading in ("", "plan", "step", "tokens/s", "MFU", "memory", "of"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
-    for place, option in enumerate(decision.ranked[:top], 1):
-        table.add_row(str(place), option.plan.describe(), *_cells(option))
+    for rank, option in enumerate(decision.ranked[:top], 1):
+        table.add_row(str(rank), option.plan.describe(), *_cells(option))
     if decision.ranked:
         console.print(table)
-    for place, option in enumerate(decision.ranked[:top], 1):
-        console.print(f"{place}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
+    for rank, option in enumerate(decision.ranked[:top], 1):
+        console.print(f"{rank}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
     if decision.chosen is not None and decision.chosen.plan.islands > 1:
         console.print(f"[yellow]note[/] {NOT_SYNCHRONOUS}", highlight=False)
     for refusal in shown_refusals(decision):
@@ -35,7 +37,7 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
 
 
 def show_notes(found: Sequence[str], console: Console) -> None:
-    """A line each."""
+    """Print one line per note."""
     for note in found:
         console.print(f"[yellow]note[/] {escape(note)}", highlight=False)
 
@@ -53,8 +55,17 @@ def _cells(option: Option) -> tuple[str, ...]:
 
 
 def shown_refusals(decision: Decision, each: int = 2) -> list[Refusal]:
-    """For each strategy the plan that came nearest to fitting, and the first of what it can't do at all."""
+    """Return for each strategy the plan that came closest to fitting, and the first that it can't run at all."""
     by_strategy: dict[str, list[Refusal]] = {}
-    for refusal in reversed(decision.refused):  # misfits come last, the nearest of each strategy
+    for refusal in reversed(decision.refused):  # plans that do not fit come last, the closest one at the very end
         by_strategy.setdefault(refusal.strategy, []).append(refusal)
     return [refusal for refusals in by_strategy.values() for refusal in [*refusals[:1], *refusals[1:][::-1]][:each]]
+
+
+def show_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print one line per finding of the machine checks, and one for its fix."""
+    for finding in findings:
+        console.print(f"[{COLOURS[finding.level]}]{finding.level:8}[/]", end="")
+        console.print(f"{finding.check}: {finding.what}", markup=False, highlight=False, soft_wrap=True)
+        if finding.fix:
+            console.print(f"        fix: {finding.fix}", markup=False, highlight=False, soft_wrap=True)

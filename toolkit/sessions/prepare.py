@@ -1,0 +1,78 @@
+"""Plan a run before it starts: a new one from a recipe, or a resumed one from its run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from toolkit.errors import BadInput
+from toolkit.launching import environment
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.sections import Recipe
+from toolkit.run_dir.layout import RunDir
+from toolkit.sessions import ray
+from toolkit.sessions.hosts import LaunchOptions, check_launcher, on_hosts
+from toolkit.sessions.preflight import check, prove
+from toolkit.sessions.resolve import Resolved, proven, resolve
+
+
+def prepare_training(
+    recipe: Recipe,
+    nproc: int | None,
+    options: LaunchOptions,
+    report: Callable[[str], object],
+    *,
+    prove_splits: bool,
+) -> Resolved:
+    """Check a recipe and plan it for the hosts it will run on.
+
+    `prove_splits`: check the chosen tensor or pipeline split on a tiny model first, if no earlier run has.
+    """
+    env = environment.environment()
+    recipe = on_hosts(check(recipe, env, report), options.hosts)
+    if options.launcher == ray.LAUNCHER:
+        recipe = ray.on_ray(recipe, nproc, options.hosts)
+    resolved = resolve(recipe, nproc)
+    if resolved.decision.chosen is not None:
+        check_launcher(options.launcher, resolved.chosen.plan)
+    if not prove_splits:
+        return resolved
+    return proven(resolved, lambda: resolve(recipe, nproc), lambda axes: prove(recipe.model, axes, env), report)
+
+
+def prepare_resume(
+    run_dir: Path,
+    overrides: Sequence[str],
+    nproc: int | None,
+    options: LaunchOptions,
+    report: Callable[[str], object],
+) -> Resolved:
+    """Plan the recipe of a run directory again, with overrides, for the processes that are available now."""
+    run = RunDir(run_dir)
+    if not run.recipe.is_file():
+        raise BadInput(str(run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
+    recipe = load_recipe(run.recipe, ["checkpoint.resume=auto", *overrides])
+    recipe = check(recipe, environment.environment(), report)
+    if options.hosts:
+        recipe, nproc = on_hosts(replace(recipe, cluster="auto"), options.hosts), None
+    if options.launcher == ray.LAUNCHER:
+        if not any(override.startswith("cluster") for override in overrides):
+            recipe = replace(recipe, cluster="auto")
+        recipe = ray.on_ray(recipe, nproc, options.hosts)
+    if recipe.checkpoint.resume != "auto":
+        what = (
+            f"{recipe.checkpoint.resume!r} given; `toolkit resume` continues from the run's own checkpoints: use auto"
+        )
+        raise BadInput("checkpoint.resume", what)
+    return resolve(recipe, nproc)
+
+
+def previous_num_devices(run_dir: Path) -> int | None:
+    """Return the number of processes in the last plan of a run; None if its plan.json can't be read."""
+    try:
+        plan = json.loads(RunDir(run_dir).plan.read_text(encoding="utf-8"))
+        return int(plan["islands"] * plan["dp"] * plan["tp"] * plan["pp"] * plan["sp"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
