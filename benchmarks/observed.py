@@ -30,10 +30,10 @@ from toolkit.runtime.metrics.step_clock import Clock, Lap, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.observer import Observer
+from toolkit.runtime.sinks.build import Recorder
 from toolkit.runtime.sinks.local_files import EventSink, JsonlSink, TensorboardSink
-from toolkit.runtime.sinks.recorder import Recorder
 from toolkit.runtime.sinks.wandb_sink import WandbSink
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
 PROCESSES = 2

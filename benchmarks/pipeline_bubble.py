@@ -25,7 +25,7 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world, gather_objects
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
 

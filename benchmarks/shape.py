@@ -63,8 +63,9 @@ def measure(root: Path = ROOT) -> Shape:
         functions += _functions(tree, name)
         for target in _imported(tree, known) - {name}:
             importers[target].add(name)
-    # `toolkit = "toolkit.cli:main"` in pyproject.toml and `python -m` import, too.
+    # Process entries: `toolkit = "toolkit.cli:main"` in pyproject.toml, `python -m toolkit.worker` in every launcher.
     importers["toolkit.cli"].add("the command `toolkit`")
+    importers["toolkit.worker"].add("every launcher")
     return Shape(dict(modules), lines, functions, {name: importers[name] for name in lines})
 
 

@@ -24,7 +24,17 @@ def test_plan_is_a_function(recipe_mapping: dict[str, Any]) -> None:
     assert planned.to_json()["chosen"]["dp"] == 2
 
 
-def test_train_resume_and_the_trained_model(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+def test_a_shipped_recipe_as_a_tiny_model_and_its_page(tmp_path: Path) -> None:
+    planned = toolkit.plan("sft_llama-3-70b_zero", nproc=2, tiny=True)
+    assert planned.resolved.job.model.params < 1e6
+    assert planned.resolved.job.cluster.device.backend == "cpu"
+    planned.write_html(tmp_path / "plan.html")
+    assert json.dumps(planned.plan.describe()) in (tmp_path / "plan.html").read_text()
+
+
+def test_train_resume_and_the_trained_model(
+    recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = ("checkpoint.every=2", "train.schedule=constant")
     run = toolkit.train(recipe_mapping, *overrides, "train.steps=2", nproc=2, run_dir=tmp_path / "run")
     assert run.summary["status"] == "done"
@@ -33,6 +43,11 @@ def test_train_resume_and_the_trained_model(recipe_mapping: dict[str, Any], tmp_
     model = run.model()
     assert sum(p.numel() for p in model.parameters()) == 35_488
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+    text = run.sample("the quick", tokens=4, temperature=0)
+    assert text.startswith("the quick")
+    assert text == run.sample("the quick", tokens=4, temperature=0)
+    run.report()
+    assert "predicted" in capsys.readouterr().out
 
 
 def test_the_model_of_a_classification_run_has_its_head(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from rich.console import Console
 from toolkit.errors import BadInput, LossNotFinite, Preempted, RankFailed, ToolkitError
 from toolkit.launching import environment
 from toolkit.plans.plan import Plan
-from toolkit.recipe.file import load_recipe, make_recipe
+from toolkit.recipe.file import as_mapping, dump_recipe, load_recipe, make_recipe
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe, Train
+from toolkit.reports import plan_page
 from toolkit.reports.live_curve import LiveCurve, in_notebook
 from toolkit.reports.tables import show_decision
 from toolkit.resources import find_recipe
@@ -29,6 +30,7 @@ from toolkit.sessions.preflight import check
 from toolkit.sessions.prepare import prepare_resume, prepare_training
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.sessions.start import start
+from toolkit.sessions.tiny_recipe import tiny_recipe
 
 RecipeLike = str | Path | Mapping[str, Any]
 """A recipe file, the name of a shipped recipe, or a mapping."""
@@ -53,6 +55,12 @@ class Planned:
     def to_json(self) -> dict[str, Any]:
         """Return what `toolkit plan --json` prints."""
         return self.resolved.decision.to_json()
+
+    def write_html(self, path: str | Path) -> None:
+        """Write the page of `toolkit plan --html`: all plans with memory, time and refusals."""
+        resolved = self.resolved
+        page = plan_page.render(resolved.decision, resolved.job, dump_recipe(resolved.recipe))
+        Path(path).write_text(page, encoding="utf-8")
 
     def __repr__(self) -> str:
         console = Console(record=True, width=110, file=io.StringIO(), force_jupyter=False)
@@ -93,15 +101,38 @@ class Run:
         task = load_recipe(checkpoint / "recipe.yaml").model.task
         return BUILDERS[task].from_pretrained(out)
 
+    def sample(self, prompt: str, *, tokens: int = 128, temperature: float = 0.8, seed: int = 0) -> str:
+        """Generate text after a prompt from the newest checkpoint, as `toolkit sample` does."""
+        from toolkit.runtime.generate_text import sample
 
-def plan(recipe: RecipeLike, *overrides: str, nproc: int | None = None) -> Planned:
-    """Rank every plan for a recipe."""
-    return Planned(resolve(_read(recipe, overrides), nproc))
+        return sample(newest(self.path), prompt, tokens=tokens, temperature=temperature, seed=seed)
+
+    def report(self) -> None:
+        """Print the report of `toolkit report`: curves, parts of a step, memory, predictions."""
+        from toolkit.reports.reader import read_run
+        from toolkit.reports.terminal import show
+
+        show([read_run(self.path)], Console())
 
 
-def train(recipe: RecipeLike, *overrides: str, nproc: int | None = None, run_dir: str | Path | None = None) -> Run:
-    """Train in real worker processes; a notebook cell shows the loss curve. An interrupt ends every worker."""
-    resolved = prepare_training(_read(recipe, overrides), nproc, LaunchOptions(), print, prove_splits=False)
+def plan(recipe: RecipeLike, *overrides: str, nproc: int | None = None, tiny: bool = False) -> Planned:
+    """Rank every plan for a recipe; with `tiny`, for a tiny model of its kind on this machine."""
+    return Planned(resolve(_read(recipe, overrides, tiny=tiny), nproc))
+
+
+def train(
+    recipe: RecipeLike,
+    *overrides: str,
+    nproc: int | None = None,
+    run_dir: str | Path | None = None,
+    tiny: bool = False,
+) -> Run:
+    """Train in real worker processes; a notebook cell shows the loss curve. An interrupt ends every worker.
+
+    With `tiny`, a tiny model of the recipe's kind is trained for a few steps: does the recipe work at all?
+    """
+    checked = _read(recipe, overrides, tiny=tiny)
+    resolved = prepare_training(checked, nproc, LaunchOptions(), print, prove_splits=False)
     path = Path(run_dir) if run_dir else new_run_path(resolved.recipe.output, resolved.recipe.name)
     return _run(resolved, path, LaunchOptions())
 
@@ -217,7 +248,9 @@ def _schedule(train: Train, lr: float) -> dict[str, Any]:
     return {"lr_scheduler_type": name, "lr_scheduler_kwargs": options, "warmup_steps": warmup}
 
 
-def _read(recipe: RecipeLike, overrides: tuple[str, ...]) -> Recipe:
+def _read(recipe: RecipeLike, overrides: tuple[str, ...], *, tiny: bool = False) -> Recipe:
+    if tiny:
+        return make_recipe(as_mapping(tiny_recipe(_read(recipe, ()))), overrides)
     if isinstance(recipe, Mapping):
         return make_recipe(dict(recipe), overrides)
     return load_recipe(find_recipe(str(recipe)), overrides)

@@ -17,7 +17,7 @@ from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.proofs.coverage import tiny_model
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 STEPS, SEQUENCES, TOKENS, WORDS = 4, 4, 16, 120
 ADAM = Train(global_batch=SEQUENCES, steps=STEPS, lr=1e-3, schedule="constant", warmup=0.0)

@@ -48,9 +48,8 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.observer import Observer
-from toolkit.runtime.sinks.build import load_own, make_sinks, sink_info
+from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
-from toolkit.runtime.sinks.recorder import Recorder
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
 from toolkit.runtime.summary import Averages
 

@@ -18,7 +18,7 @@ from toolkit.runtime.metrics.memory import MemoryMeter
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.metrics.step_breakdown import StepMeter
 from toolkit.runtime.metrics.trace import Tracer
-from toolkit.runtime.sinks.recorder import Recorder
+from toolkit.runtime.sinks.build import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)

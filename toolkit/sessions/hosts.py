@@ -131,8 +131,8 @@ def _fleet(launcher: str, cluster: Cluster, hosts: Sequence[Host]) -> AbstractCo
         return ray.fleet(cluster)
     if not hosts:
         return nullcontext()
+    from toolkit.runtime.hosts.agent_link import ssh_links
     from toolkit.runtime.hosts.fleet import Fleet
-    from toolkit.runtime.hosts.ssh_channel import ssh_links
 
     return Fleet(ssh_links(hosts, cluster.device.backend), "--hostfile")
 

@@ -15,7 +15,7 @@ from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.token_documents import Documents
 from toolkit.runtime.corpus.tokenizer import Bytes
 from toolkit.runtime.distributed.rank_zero_first import AllRanks, SingleProcess
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 
 @pytest.fixture

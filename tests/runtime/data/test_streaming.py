@@ -15,7 +15,6 @@ from benchmarks.harness.recorded_order import stopping_at
 from tests.conftest import Trainer
 from toolkit.errors import BadInput
 from toolkit.recipe.file import make_recipe
-from toolkit.runtime.corpus import stream_reader
 from toolkit.runtime.corpus.formats import Format, make_format
 from toolkit.runtime.data import streaming
 from toolkit.runtime.data.dataset import Dataset
@@ -62,7 +61,7 @@ def test_a_stream_goes_on_anywhere_and_reads_a_block_again_at_most(
 ) -> None:
     """From a mark as a checkpoint holds it: the very next sequences, in the third turn of some files, of a mixture."""
     monkeypatch.setattr(streaming, "WINDOW_SEQUENCES", 8)
-    monkeypatch.setattr(stream_reader, "BLOCK_ROWS", 40)
+    monkeypatch.setattr(streaming, "BLOCK_ROWS", 40)
     made: list[Counting] = []
 
     def counted(*args: Any) -> Counting:

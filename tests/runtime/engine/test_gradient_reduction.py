@@ -18,7 +18,7 @@ from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 TWO = Plan(strategy="data_parallel", dp=2, micro_batch=2, precision="fp32")
 FOUR = Plan(strategy="data_parallel", dp=4, micro_batch=1, precision="fp32")

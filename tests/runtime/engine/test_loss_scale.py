@@ -18,7 +18,7 @@ from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.sinks.local_files import EventSink
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks
+from toolkit.runtime.supervision.warm_pool import call_on_ranks
 
 PLANS = {
     "zero": Plan(strategy="zero", dp=2, zero_stage=1, zero_group=2, micro_batch=2, precision="fp16"),

@@ -14,7 +14,7 @@ from toolkit.runtime.checkpoint.fragments import WEIGHT, Fragment
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.islands.outer_step import OuterStep
 from toolkit.runtime.islands.quantize import BLOCK, QuantizedMean, pack, unpack
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks
+from toolkit.runtime.supervision.warm_pool import call_on_ranks
 
 SIZE, ROUNDS = 1000, 6
 

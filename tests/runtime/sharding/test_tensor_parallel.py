@@ -17,7 +17,7 @@ from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.sharding import shard_model, sharding_plan
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import shard
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 TWO = Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32")
 

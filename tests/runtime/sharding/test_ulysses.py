@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run, train_as_rank
 from toolkit.plans.plan import Plan
-from toolkit.runtime.supervision.call_on_ranks import call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 TWO = Plan(strategy="sequence_parallel", sp=2, micro_batch=4, precision="fp32")
 

@@ -21,7 +21,7 @@ from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_of_type
 from toolkit.runtime.proofs.split_proof import prove
-from toolkit.runtime.supervision.call_on_ranks import Failure, call_on_ranks, first_failure
+from toolkit.runtime.supervision.warm_pool import Failure, call_on_ranks, first_failure
 
 STEPS, SEQUENCES, TOKENS = 5, 4, 16
 NOISE_FACTOR = 10.0
