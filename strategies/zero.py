@@ -50,7 +50,7 @@ class Zero:
         return {**stages, **offloads, **deepest, **groups}
 
     def _space(self, stage: int, job: Job) -> Space:
-        """The axes to try. Variants need stage 3; below it they are tried (and refused) only if the recipe fixes one."""
+        """The axes to try. Variants need stage 3; below it they are tried, and refused, if the recipe fixes one."""
         asked = job.fixed
         deep = stage == 3
         usual = [o for o in OFFLOADS if o == "none" or _worth_trying(o, job, deep=deep)]
