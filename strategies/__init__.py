@@ -1,4 +1,7 @@
-"""The strategy registry: a literal table, joined by what third parties register as `toolkit.strategies`."""
+"""The strategies and their registry: a literal table, plus entry points of the group `toolkit.strategies`.
+
+May import `toolkit.plans` and `toolkit.recipe.axes`; no torch.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,18 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def registry() -> dict[str, Strategy]:
-    """Ours, and those of installed packages; a name of ours can't be taken over."""
+    """Built-in strategies and those of installed packages; a package can't replace a built-in name."""
     points = [point for point in entry_points(group="toolkit.strategies") if point.name not in STRATEGIES]
     return {**STRATEGIES, **{point.name: point.load()() for point in points}}
 
 
 def get(name: str) -> Strategy:
-    """The strategy of that name; `KeyError` if there is none."""
+    """The strategy of that name; raises `KeyError` if there is none."""
     return registry()[name]
 
 
 def propose(job: Job, name: str = "auto") -> Iterator[Proposal]:
-    """Proposals of one strategy, or of all."""
+    """Proposals of one strategy, or of all with `auto`."""
     chosen = list(registry().values()) if name == "auto" else [get(name)]
     for strategy in chosen:
         for proposal in strategy.propose(job):

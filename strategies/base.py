@@ -1,4 +1,4 @@
-"""What a strategy is: it proposes plans, or says why not. It never touches a tensor."""
+"""What a strategy is: it proposes plans, or refusals with a reason. It never touches a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Proposal = Plan | Refusal
 
 
 class Strategy(Protocol):
-    """One file a strategy; the registry is the table in `strategies/__init__.py`."""
+    """One strategy, in a file of its own; the table in `strategies/__init__.py` lists them."""
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class Strategy(Protocol):
 
     @property
     def summary(self) -> str:
-        """What it does, in a line."""
+        """What it does, in one line."""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -34,22 +34,22 @@ class Strategy(Protocol):
 
     @property
     def needs(self) -> str:
-        """What it needs to run."""
+        """What it needs to run, in words."""
 
     @property
     def refuses(self) -> str:
-        """What it refuses."""
+        """What it refuses, in words."""
 
     def propose(self, job: Job) -> Iterator[Proposal]:
         """Every plan for the job, and refusals with their reasons."""
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """What `toolkit parity` runs: name → fixed axes."""
+        """Cases for `toolkit parity`: name → fixed axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The values that a strategy tries for each axis; everything else stays at the plan's default."""
+    """The values that a strategy tries for each axis; all other plan fields keep their defaults."""
 
     tp: Sequence[int] = (1,)
     pp: Sequence[int] = (1,)
@@ -66,7 +66,7 @@ class Space:
 
 
 def plans(strategy: str, job: Job, space: Space) -> Iterator[Proposal]:
-    """All plans of a space that the job, the fixed axes and DeepSpeed allow; refusals for the rest."""
+    """All plans of a space that the job, the fixed axes and DeepSpeed allow; refusals for the others."""
     choices = _restricted(strategy, job, space)
     if isinstance(choices, Refusal):
         yield choices
@@ -76,13 +76,13 @@ def plans(strategy: str, job: Job, space: Space) -> Iterator[Proposal]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
+    """All divisors, in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any]] | Refusal:
-    """The space with fixed axes put in; a refusal where a fixed value is not the strategy's to choose."""
+    """The space restricted to the fixed axes; a refusal if the strategy does not offer a fixed value."""
     choices: dict[str, Sequence[Any]] = dict(vars(space))
     for axis, value in job.fixed.items():
         if axis in ("islands", "local_steps") and tuple(choices[axis]) == (1,) and value != 1:
@@ -96,13 +96,13 @@ def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any
 
 
 def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[Proposal]:
-    """Plans for one choice of axes: every micro-batch and group size that is possible."""
+    """Plans for one choice of axes, with every possible micro-batch and group size."""
     islands = axes["islands"]
     replica = axes["tp"] * axes["pp"] * axes["sp"] * islands
     if job.cluster.devices % replica:
         return
     dp = job.cluster.devices // replica
-    reason = _batch_fault(job, dp, replica, islands)
+    reason = _batch_problem(job, dp, replica, islands)
     if reason:
         yield Refusal(strategy, reason)
         return
@@ -125,14 +125,14 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
 
 
 def _bounds(job: Job, pp: int) -> tuple[int, ...]:
-    """Where the stages begin: as the recipe says, or balanced."""
+    """Stage bounds: from the recipe, or balanced."""
     if pp == 1:
         return ()
     return tuple(job.fixed.get("pipeline_bounds") or pipeline_bounds(job.model, pp, job.workload.seq_len))
 
 
-def _batch_fault(job: Job, dp: int, replica: int, islands: int) -> str | None:
-    """Why the global batch can't be spread over all replicas in the way that the recipe fixes."""
+def _batch_problem(job: Job, dp: int, replica: int, islands: int) -> str | None:
+    """Why the global batch can't be split over the replicas as the recipe fixes it; None if it can."""
     batch, fixed = job.workload.global_batch, job.fixed
     if fixed.get("dp", dp) != dp:
         return f"strategy.dp is fixed at {fixed['dp']}; {job.cluster.devices} devices / {replica} make {dp}"
@@ -151,7 +151,7 @@ def _batch_fault(job: Job, dp: int, replica: int, islands: int) -> str | None:
 
 
 def _groups(job: Job, dp: int, axes: Mapping[str, Any]) -> Sequence[int]:
-    """Sizes of the group that holds one full set of sharded states."""
+    """Possible sizes of the group that holds one full set of sharded states."""
     if axes["zero_variant"] == "plain":
         return (job.fixed.get("zero_group", dp if axes["zero_stage"] else 1),)
     if "zero_group" in job.fixed:

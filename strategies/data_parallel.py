@@ -1,4 +1,4 @@
-"""Pure data parallel: every device holds the whole model; gradients are averaged once a step."""
+"""Pure data parallel: every device holds the full model; gradients are averaged once per step."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class DataParallel:
     """DeepSpeed engine with ZeRO 0."""
 
     name: str = "data_parallel"
-    summary: str = "every device holds the whole model; gradients are averaged once a step"
+    summary: str = "every device holds the full model; gradients are averaged once per step"
     axes: tuple[str, ...] = ("dp", "micro_batch", "grad_accum", "recompute")
-    needs: str = "a model whose states (16 bytes a parameter in bf16 with Adam) fit on one device"
+    needs: str = "a model whose states (16 bytes per parameter in bf16 with Adam) fit on one device"
     refuses: str = "offload and sharding: that is `zero`"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
@@ -25,5 +25,5 @@ class DataParallel:
         yield from plans(self.name, job, Space())
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """There is one."""
+        """The strategy has a single variant."""
         return {self.name: {}}

@@ -1,4 +1,4 @@
-"""Expert parallel: the experts of a mixture spread over data-parallel ranks; tokens travel to them."""
+"""Expert parallel: experts are distributed over data-parallel ranks; tokens are sent to their experts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ExpertParallel:
     """Experts in groups of `ep` data-parallel ranks, with ZeRO 0 to 2."""
 
     name: str = "expert_parallel"
-    summary: str = "the experts of a mixture-of-experts model spread over devices; tokens travel to their experts"
+    summary: str = "experts of a mixture-of-experts model distributed over devices; tokens are sent to their experts"
     axes: tuple[str, ...] = ("dp", "ep", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute")
     needs: str = "a mixture-of-experts model whose experts ep divides"
     refuses: str = "dense models; ZeRO 3; sizes that do not divide the experts"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
-        """Every legal size with ZeRO 0 to 2."""
+        """Every legal `ep` with ZeRO 0 to 2."""
         if not job.model.experts:
             yield Refusal(self.name, f"{job.model.model_type} has no experts to spread: it is a dense model")
             return
@@ -33,5 +33,5 @@ class ExpertParallel:
             yield from plans(self.name, job, Space(ep=(ep,), zero_stage=(0, 1, 2)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two ranks for the experts, under ZeRO 0 to 2."""
+        """Two expert-parallel ranks with ZeRO 0 to 2."""
         return {} if devices % 2 else {f"experts-2+zero-{stage}": {"ep": 2, "zero_stage": stage} for stage in range(3)}

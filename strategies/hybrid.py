@@ -13,23 +13,23 @@ from toolkit.plans import deepspeed_rules
 from toolkit.plans.plan import Job, Refusal
 
 WIDEST = 64
-"""Devices that share a layer's work: beyond, exchanges outweigh what each device computes."""
+"""Largest `tp·sp`: beyond it, communication outweighs what each device computes."""
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Every product of at least two model-parallel axes, with the stages of ZeRO that go with it."""
+    """Every product of at least two model-parallel axes, with the ZeRO stages that it allows."""
 
     name: str = "hybrid"
     summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
     axes: tuple[str, ...] = (
         "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute", "pipeline_bounds",
     )  # fmt: skip
-    needs: str = "what its axes need, and tp·pp·sp devices a replica"
+    needs: str = "what its axes need, and tp·pp·sp devices per replica"
     refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
-        """Products of legal sizes; sizes that are not legal are refused once."""
+        """Products of legal sizes; each illegal size is refused once."""
         found = [list(sizes(self.name, job)) for sizes in (tensor_sizes, pipeline_sizes, sequence_sizes)]
         yield from (size for sizes in found for size in sizes if isinstance(size, Refusal))
         tensor, stages, tokens = ([1, *(size for size in sizes if isinstance(size, int))] for sizes in found)
@@ -39,12 +39,12 @@ class Hybrid:
                 yield from plans(self.name, job, Space(tp=(tp,), pp=(pp,), sp=(sp,), zero_stage=_stages(job, pp)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two by two, and replicas with the rest, with and without sharded states."""
+        """tp 2 × pp 2, the remaining devices as replicas, with ZeRO 0 and 1."""
         if devices % 4:
             return {}
         return {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
 
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:
-    """ZeRO stages to try; in a pipeline those that it runs with, unless the recipe asks for another."""
+    """ZeRO stages to try: in a pipeline those that it supports, unless the recipe fixes one."""
     return deepspeed_rules.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

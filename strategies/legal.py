@@ -1,4 +1,4 @@
-"""Which sizes of a model-parallel axis a model allows, and the reason for those that it does not."""
+"""Sizes of each model-parallel axis that a model allows, and refusals with the reason for the others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from toolkit.plans.pipeline_bounds import bounds_problem
 from toolkit.plans.plan import Job, Refusal
 
 NODES_OF_TENSOR_PARALLEL = 2
-"""Tensor parallelism across more nodes than this never pays."""
+"""Tensor parallelism across more nodes than this never pays off."""
 
 
 def tensor_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
-    """Sizes of `tp` beyond 1: they must divide query heads, the MLP's width, and divide or be divided by kv heads."""
+    """Sizes of `tp` above 1: must divide query heads and MLP width, and divide or be a multiple of key/value heads."""
     model = job.model
     widest = NODES_OF_TENSOR_PARALLEL * job.cluster.devices_per_node
     for tp in _asked(job, "tp", [size for size in divisors(job.cluster.devices) if 1 < size <= widest]):
@@ -28,7 +28,7 @@ def tensor_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 
 
 def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
-    """Sizes of `pp` beyond 1: every stage needs a layer."""
+    """Sizes of `pp` above 1: every stage needs a layer."""
     given = job.fixed.get("pipeline_bounds")
     for pp in _asked(job, "pp", [size for size in divisors(job.cluster.devices) if size > 1]):
         if pp > job.model.layers:
@@ -40,7 +40,7 @@ def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 
 
 def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
-    """Sizes of `sp` beyond 1: heads and tokens are exchanged in equal parts."""
+    """Sizes of `sp` above 1: must divide attention heads and tokens, which are exchanged in equal parts."""
     model, tokens = job.model, job.workload.seq_len
     for sp in _asked(job, "sp", [size for size in divisors(job.cluster.devices) if 1 < size <= model.heads]):
         if model.heads % sp:
@@ -52,7 +52,7 @@ def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 
 
 def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
-    """Sizes of `ep` beyond 1: every rank gets the same number of experts."""
+    """Sizes of `ep` above 1: every rank gets the same number of experts."""
     for ep in _asked(job, "ep", [size for size in divisors(job.cluster.devices) if 1 < size <= job.model.experts]):
         if job.model.experts % ep:
             yield Refusal(strategy, f"ep {ep} does not divide the {job.model.experts} experts")
@@ -61,7 +61,7 @@ def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 
 
 def _asked(job: Job, axis: str, usual: list[int]) -> list[int]:
-    """The fixed size, if the recipe fixes one beyond 1; else the usual ones."""
+    """The size that the recipe fixes, if it is above 1; without a fixed size, the usual ones."""
     fixed = job.fixed.get(axis)
     if fixed is None:
         return usual

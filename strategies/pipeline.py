@@ -1,4 +1,4 @@
-"""Pipeline: consecutive layers on consecutive stages, micro-batches one behind the other."""
+"""Pipeline: consecutive layers on consecutive stages; micro-batches pass through them in turn."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from toolkit.plans.plan import Job, Refusal
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One-forward-one-backward over stages, with ZeRO 0 or 1 over the replicas."""
+    """One-forward-one-backward (1F1B) schedule over stages, with ZeRO 0 or 1 over the replicas."""
 
     name: str = "pipeline"
-    summary: str = "consecutive layers on consecutive devices; micro-batches follow each other through them"
+    summary: str = "consecutive layers on consecutive devices; micro-batches pass through them in turn"
     axes: tuple[str, ...] = (
         "dp",
         "pp",
@@ -28,11 +28,11 @@ class Pipeline:
         "recompute",
         "pipeline_bounds",
     )
-    needs: str = "at least as many layers as stages, and several micro-batches a step"
+    needs: str = "at least as many layers as stages, and several micro-batches per step"
     refuses: str = "ZeRO 2 and 3; more stages than layers"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
-        """Every number of stages with every stage of ZeRO that a pipeline runs with."""
+        """Every number of pipeline stages with every ZeRO stage that a pipeline supports."""
         for pp in pipeline_sizes(self.name, job):
             if isinstance(pp, Refusal):
                 yield pp
@@ -41,7 +41,7 @@ class Pipeline:
             yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two stages and, where they fit, four, with and without sharded states."""
+        """Two stages and, if the devices allow, four, with ZeRO 0 and 1."""
         sizes = [size for size in (2, 4) if devices % size == 0]
         cases = [(pp, stage) for pp in sizes for stage in (0, 1)]
         return {f"pipeline-{pp}+zero-{z}": {"pp": pp, "zero_stage": z, "grad_accum": 2} for pp, z in cases}

@@ -1,4 +1,4 @@
-"""Tensor parallel: every layer's matrices are split over the devices of a replica."""
+"""Tensor parallel: the matrices of every layer are split over the devices of a replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TensorParallel:
     """Sharded linear layers, with ZeRO 0 to 3 over the replicas."""
 
     name: str = "tensor_parallel"
-    summary: str = "every layer's matrices split over a replica's devices, with ZeRO over the replicas"
+    summary: str = "the matrices of every layer are split over the devices of a replica, with ZeRO over the replicas"
     axes: tuple[str, ...] = (
         "dp",
         "tp",
@@ -31,7 +31,7 @@ class TensorParallel:
     refuses: str = "sizes that do not divide heads or MLP width"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
-        """Every legal size with every stage."""
+        """Every legal `tp` with every ZeRO stage."""
         for tp in tensor_sizes(self.name, job):
             if isinstance(tp, Refusal):
                 yield tp
@@ -39,12 +39,12 @@ class TensorParallel:
             yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3), tensor_by=_ways(job)))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two ranks a replica under every stage of ZeRO; four under the first."""
+        """Two ranks per replica with every ZeRO stage; four with ZeRO 0."""
         sizes = [size for size in (2, 4) if devices % size == 0]
         cases = [(tp, stage) for tp in sizes for stage in (range(4) if tp == 2 else (0,))]
         return {f"tensor-{tp}+zero-{stage}": {"tp": tp, "zero_stage": stage} for tp, stage in cases}
 
 
 def _ways(job: Job) -> tuple[str, ...]:
-    """DeepSpeed's AutoTP only where the recipe asks for it: our slices fit every model that it fits, and more."""
+    """How to shard: AutoTP only if the recipe fixes it, because the toolkit's own slices support more models."""
     return ("autotp",) if job.fixed.get("tensor_by") == "autotp" else ("slices",)

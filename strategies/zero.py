@@ -29,18 +29,16 @@ class Zero:
         "recompute",
     )
     needs: str = "one layer's weights and activations on one device; for offload, host memory"
-    refuses: str = (
-        "what compat.py lists: offload of parameters below stage 3, MiCS from DeepSpeed 0.19.7, ZeRO++ without CUDA"
-    )
+    refuses: str = "offload of parameters below stage 3, MiCS since DeepSpeed 0.19.7, ZeRO++ without CUDA"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
-        """The three stages, with offload, smaller groups and quantised traffic where they make sense."""
+        """ZeRO 1 to 3, with offload, smaller groups and quantised traffic where they make sense."""
         for stage in (1, 2, 3):
             if job.fixed.get("zero_stage", stage) == stage:
                 yield from plans(self.name, job, self._space(stage, job))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """The stages, each with its deepest offload to the host; hpZ where a group can be smaller than all."""
+        """ZeRO 1 to 3 with and without offload to the host; hpZ if a group can be smaller than all devices."""
         stages: dict[str, dict[str, Any]] = {f"zero-{stage}": {"zero_stage": stage} for stage in (1, 2, 3)}
         offloads = {f"{name}+cpu": {**axes, "offload": "cpu"} for name, axes in stages.items()}
         deepest = {"zero-3+cpu_params": {"zero_stage": 3, "offload": "cpu_params"}}
@@ -52,7 +50,7 @@ class Zero:
         return {**stages, **offloads, **deepest, **groups}
 
     def _space(self, stage: int, job: Job) -> Space:
-        """Variants are tried at stage 3 only, and below it when the recipe asks, to say why not."""
+        """The axes to try. Variants need stage 3; below it they are tried, and refused, if the recipe fixes one."""
         asked = job.fixed
         deep = stage == 3
         usual = [o for o in OFFLOADS if o == "none" or _worth_trying(o, job, deep=deep)]
@@ -65,7 +63,7 @@ class Zero:
 
 
 def _worth_trying(offload: str, job: Job, *, deep: bool) -> bool:
-    """Offload is tried where there is somewhere to go: not from a CPU to itself, nor to a missing disk."""
+    """Whether to try an offload: not from a CPU to itself, nor to a disk that the cluster does not have."""
     if job.cluster.device.backend == "cpu" or (offload.startswith("nvme") and job.cluster.nvme_bytes == 0):
         return False
     return deep or offload == "cpu"

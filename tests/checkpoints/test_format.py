@@ -79,7 +79,7 @@ def test_files_of_another_checkpoint_are_found(tmp_path: Path) -> None:
     assert [fault.where for fault in check(second)] == ["rank-00000-0.safetensors"]
     shutil.rmtree(second)
     os.rename(first, second)
-    assert "is of step 10, in the directory of step 20" in str(check(second)[0])
+    assert "belongs to step 10, but is in the directory of step 20" in str(check(second)[0])
 
 
 def test_a_stray_file_and_a_link_are_refused(tmp_path: Path) -> None:

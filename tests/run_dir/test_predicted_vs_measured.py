@@ -29,18 +29,22 @@ def test_parts_are_compared_with_those_that_predict_them() -> None:
         (
             {"grad_sync": 0.042},
             {"slow_rank": 3, "link_share": 0.4},
-            "gradient sync and ZeRO traffic took 2.1 × the prediction (42.0 ms a step, predicted 20.0 ms): "
-            "link of rank 3 at 40% of the cluster file",
+            "gradient sync and ZeRO traffic took 2.1 × the prediction (42.0 ms per step, predicted 20.0 ms): "
+            "the link of rank 3 reaches 40% of the bandwidth in the cluster file",
         ),
         (
             {"grad_sync": 0.07},
             {"straggler": 2, "straggler_seconds": 0.05, "link_share": 0.4},
-            "rank 2 works 50.0 ms longer a step, and the others wait for it",
+            "rank 2 is a straggler: it works 50.0 ms longer per step, and the others wait for it",
         ),
-        ({"agree": 0.05}, {"straggler": 2, "straggler_seconds": 0.05}, "rank 2 works 50.0 ms longer"),
-        ({"agree": 0.05}, {}, "the host: data, Python"),
+        (
+            {"agree": 0.05},
+            {"straggler": 2, "straggler_seconds": 0.05},
+            "rank 2 is a straggler: it works 50.0 ms longer",
+        ),
+        ({"agree": 0.05}, {}, "work on the host: data, Python"),
         ({"backward": 0.2}, {"straggler": 2}, "`toolkit probe` measures them"),
-        ({"tp_comm": 0.05}, {}, "tensor-parallel traffic took 50.0 ms a step, which was not predicted"),
+        ({"tp_comm": 0.05}, {}, "tensor-parallel traffic took 50.0 ms per step, which was not predicted"),
     ],
 )
 def test_the_largest_deviation_is_explained(parts: dict[str, float], why: dict[str, float], said: str) -> None:

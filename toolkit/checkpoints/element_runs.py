@@ -1,7 +1,8 @@
-"""Which elements of a parameter a tensor holds: runs of the flattened full parameter, in the tensor's own order.
+"""Which elements of a parameter a tensor holds: runs of the flattened full parameter, in the order of the tensor.
 
-A flat range is one run; a slice along any dim is one strided run; ZeRO's cut through a tensor shard is a part of
-that. So every layout of every strategy is a list of runs, and going from one to another is an intersection.
+A flat range is one run, a slice along any dim is one strided run, and the part of a tensor shard that ZeRO assigns to a
+rank is a piece of such a run. So the layout of every strategy is a list of runs, and converting one layout into another
+is an intersection.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ class StridedRange:
     length: int
     """Elements of one piece."""
     stride: int = 0
-    """From the start of a piece to the start of the next."""
+    """Distance from the start of a piece to the start of the next."""
     count: int = 1
     """Number of pieces."""
 
     @property
     def size(self) -> int:
-        """All elements."""
+        """Number of elements in all pieces."""
         return self.length * self.count
 
 
 Region = tuple[StridedRange, ...]
+"""Elements of a parameter, in the order in which a tensor holds them."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Elements that two regions share, side by side in both."""
+    """Elements that two regions share, contiguous in both."""
 
     first: int
-    """Where they begin in the first region's order."""
+    """Their position in the first region."""
     second: int
-    """Where they begin in the second region's order."""
+    """Their position in the second region."""
     length: int
 
 
@@ -76,24 +78,24 @@ def box(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) ->
 
 
 def size(region: Region) -> int:
-    """Elements of a region."""
+    """Number of elements in a region."""
     return sum(run.size for run in region)
 
 
 def slice_runs(region: Region, start: int, stop: int) -> Region:
-    """The part of a region from its element `start` to `stop`, counted in its own order."""
+    """Elements `start` to `stop` of a region, counted in its own order."""
     parts: list[StridedRange] = []
     begin = 0
     for run in region:
         low, high = max(start - begin, 0), min(stop - begin, run.size)
         if low < high:
-            parts.extend(_take_run(run, low, high))
+            parts.extend(_slice_run(run, low, high))
         begin += run.size
     return tuple(parts)
 
 
-def _take_run(run: StridedRange, low: int, high: int) -> Iterator[StridedRange]:
-    """A run's elements from `low` to `high`: the end of a piece, whole pieces, the beginning of a piece."""
+def _slice_run(run: StridedRange, low: int, high: int) -> Iterator[StridedRange]:
+    """Elements `low` to `high` of a run: the end of a piece, complete pieces, the beginning of a piece."""
     first, head = divmod(low, run.length)
     last, tail = divmod(high, run.length)
     if first == last:
@@ -110,7 +112,7 @@ def _take_run(run: StridedRange, low: int, high: int) -> Iterator[StridedRange]:
 
 
 def overlaps(first: Region, second: Region) -> Iterator[Overlap]:
-    """What two regions of one parameter share, by rising place in the parameter."""
+    """Elements that two regions of a parameter share, in the order of the parameter."""
     mine, theirs = _segments(first), _segments(second)
     i = j = 0
     while i < len(mine) and j < len(theirs):
@@ -125,7 +127,7 @@ def overlaps(first: Region, second: Region) -> Iterator[Overlap]:
 
 
 def _segments(region: Region) -> list[tuple[int, int, int]]:
-    """(place in the parameter, length, place in the region) of every piece, by rising place in the parameter."""
+    """(position in the parameter, length, position in the region) of every piece, in the order of the parameter."""
     found: list[tuple[int, int, int]] = []
     local = 0
     for run in region:
@@ -138,24 +140,24 @@ def _segments(region: Region) -> list[tuple[int, int, int]]:
 
 
 def cover(regions: Sequence[Region], numel: int) -> str | None:
-    """What is wrong if the regions together do not make a parameter of `numel` elements exactly once."""
+    """Why the regions do not cover a parameter of `numel` elements exactly once; None if they do."""
     end = 0
     for start, length, _ in sorted(segment for region in regions for segment in _segments(region)):
         if start != end:
-            return f"elements {end} to {start} are missing" if start > end else f"element {start} stands twice"
+            return f"elements {end} to {start} are missing" if start > end else f"element {start} is stored twice"
         end = start + length
-    return None if end == numel else f"{end} elements are there; {numel} are required"
+    return None if end == numel else f"{end} elements found; {numel} are required"
 
 
 def to_json(region: Region) -> list[list[int]]:
-    """`[start, length]`, or `[start, length, stride, count]`, for each run."""
+    """JSON form of a region: `[start, length]` or `[start, length, stride, count]` for each run."""
     return [
         [run.start, run.length] if run.count == 1 else [run.start, run.length, run.stride, run.count] for run in region
     ]
 
 
 def from_json(given: object) -> Region:
-    """The region of `to_json`; `ValueError` if it is none."""
+    """The region written by `to_json`; raises `ValueError` if it is malformed."""
     if not isinstance(given, list):
         raise ValueError("runs are not a list")
     runs = []

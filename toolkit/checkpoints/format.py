@@ -1,13 +1,13 @@
-"""The checkpoint on disk: its files, the index of slices, and the manifest that proves every byte.
+"""Checkpoint format: the files, the index of parameter fragments, and the manifest with a checksum of every file.
 
     step-00000100/
-        manifest.json              size and SHA-256 of every other file, and of itself
+        manifest.json              size and SHA-256 of every other file, and its own digest
         index.json                 which elements of which parameter are in which file
         state.json                 step, samples, counters, versions
-        recipe.yaml, plan.json     what the run was told
-        rank-00000-0.safetensors   fp32 masters and moments that rank 0 holds, its random generators
+        recipe.yaml, plan.json     inputs of the run
+        rank-00000-0.safetensors   fp32 masters and moments that rank 0 holds, and its random generators
 
-Nothing here is executable, and no name in a file can lead out of the directory.
+No file contains executable code, and no name in a file can point outside the directory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of the manifest."""
+    """Size and checksum of a file in the manifest."""
 
     bytes: int
     sha256: str
@@ -47,16 +47,16 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class FragmentEntry:
-    """Elements of a parameter in one file, with every kind of state that belongs to them."""
+    """Elements of a parameter in one file, with every kind of state stored for them."""
 
     file: str
-    """A safetensors file of the checkpoint."""
+    """Name of a safetensors file in the checkpoint."""
     key: str
-    """The tensors in it are named `key:kind`."""
+    """Prefix of the tensor names `key:kind` in that file."""
     kinds: tuple[str, ...]
     """`weight` (the fp32 master), the optimizer's states such as `exp_avg`, or `buffer`."""
     region: Region
-    """Which elements, in the order of the stored tensors."""
+    """The elements, in the order of the stored tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Parameter:
     pieces: tuple[FragmentEntry, ...]
 
     def kinds(self) -> set[str]:
-        """Every kind of state that is stored."""
+        """Every kind of state that is stored for the parameter."""
         return {kind for piece in self.pieces for kind in piece.kinds}
 
 
@@ -80,7 +80,7 @@ def tensor_key(key: str, kind: str) -> str:
 
 
 def dump_index(index: Mapping[str, Parameter]) -> bytes:
-    """index.json."""
+    """The bytes of index.json."""
     parameters = {
         name: {
             "shape": list(parameter.shape),
@@ -95,7 +95,7 @@ def dump_index(index: Mapping[str, Parameter]) -> bytes:
 
 
 def parse_index(data: bytes, files: Iterable[str]) -> Index:
-    """The index; `BadInput` if it is malformed, leads out of `files`, or leaves elements out."""
+    """The index; raises `BadInput` if it is malformed, names a file outside `files`, or misses elements."""
     known = set(files)
     try:
         given = json.loads(data)
@@ -105,7 +105,7 @@ def parse_index(data: bytes, files: Iterable[str]) -> Index:
         for name, parameter in index.items():
             _check_cover(name, parameter)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadInput(INDEX, f"is not an index of slices: {error!s:.300}") from None
+        raise BadInput(INDEX, f"is not a valid index: {error!s:.300}") from None
     return index
 
 
@@ -118,7 +118,7 @@ def _parameter(entry: Mapping[str, Any], files: set[str]) -> Parameter:
 
 def _piece(given: Mapping[str, Any], files: set[str]) -> FragmentEntry:
     if given["file"] not in files:
-        raise ValueError(f"{given['file']!r} is no file of the manifest")
+        raise ValueError(f"{given['file']!r} is not in the manifest")
     kinds = tuple(given["kinds"])
     if not isinstance(given["key"], str) or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError("key and kinds are not text")
@@ -132,13 +132,13 @@ def _check_cover(name: str, parameter: Parameter) -> None:
     for n in parameter.shape:
         numel *= n
     for kind in sorted(parameter.kinds()):
-        fault = element_runs.cover([p.region for p in parameter.pieces if kind in p.kinds], numel)
-        if fault:
-            raise ValueError(f"{name} ({kind}): {fault}")
+        problem = element_runs.cover([p.region for p in parameter.pieces if kind in p.kinds], numel)
+        if problem:
+            raise ValueError(f"{name} ({kind}): {problem}")
 
 
 def parse_state(data: bytes) -> dict[str, Any]:
-    """state.json; `BadInput` if it does not say where the run stood."""
+    """The contents of state.json; raises `BadInput` if it is not the state of a run."""
     try:
         state = json.loads(data)
         _ = int(state["step"]), int(state["samples"]), str(state["optimizer"]), dict(state["data"])
@@ -150,7 +150,7 @@ def parse_state(data: bytes) -> dict[str, Any]:
 
 
 def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
-    """manifest.json: canonical bytes that carry their own digest, so that no bit of it can change unnoticed."""
+    """The bytes of manifest.json, in canonical form with their own digest, so that any changed bit is detected."""
     body = {
         "format": FORMAT,
         "step": step,
@@ -160,15 +160,15 @@ def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
 
 
 def parse_manifest(data: bytes) -> tuple[dict[str, FileEntry], int]:
-    """Files and step; `BadInput` if a byte is not as written."""
+    """Files and step; raises `BadInput` if a byte differs from what was written."""
     try:
         given = json.loads(data)
         files = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in given["files"].items()}
         step = int(given["step"])
-        whole = dump_manifest(files, step) == data
+        intact = dump_manifest(files, step) == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(MANIFEST, f"is damaged: {error!s:.200}") from None
-    if not whole:
+    if not intact:
         raise BadInput(MANIFEST, "is damaged: its digest does not match its contents")
     bad = [name for name in files if not _FILE_NAME.fullmatch(name)]
     if bad:
@@ -182,45 +182,45 @@ def read_manifest(directory: Path) -> tuple[dict[str, FileEntry], int]:
 
 
 def faults(directory: Path, names: Sequence[str] | None = None) -> list[Problem]:
-    """Everything wrong with a checkpoint; with `names`, of these files only. Empty: every byte is as written."""
+    """Problems of a checkpoint, or of the files in `names` only; empty if every byte is as written."""
     try:
         files, step = read_manifest(directory)
     except BadInput as error:
         return [Problem(MANIFEST, problem.what) for problem in error.problems]
     if names is None:
-        found = list(_layout_faults(directory, files, step))
+        found = list(_layout_problems(directory, files, step))
         names = list(files)
     else:
         found = []
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        results = pool.map(lambda name: _file_fault(directory / name, files[name]), names)
+        results = pool.map(lambda name: _file_problem(directory / name, files[name]), names)
         found.extend(Problem(name, what) for name, what in zip(names, results, strict=True) if what)
     return found
 
 
 def layout_faults(directory: Path) -> list[Problem]:
-    """What is wrong with names and kinds of files, without reading the large ones."""
+    """Problems with names and types of files, found without reading the large ones."""
     try:
-        return list(_layout_faults(directory, *read_manifest(directory)))
+        return list(_layout_problems(directory, *read_manifest(directory)))
     except BadInput as error:
         return [Problem(MANIFEST, problem.what) for problem in error.problems]
 
 
-def _layout_faults(directory: Path, files: Mapping[str, FileEntry], step: int) -> Iterator[Problem]:
+def _layout_problems(directory: Path, files: Mapping[str, FileEntry], step: int) -> Iterator[Problem]:
     present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
     for name in sorted(files.keys() - present):
         yield Problem(name, "is missing")
     for name in sorted(present - files.keys()):
-        yield Problem(name, "is not in the manifest; nobody knows where it came from")
+        yield Problem(name, "is not in the manifest; its origin is unknown")
     for name in (INDEX, STATE):
         if name not in files:
             yield Problem(name, "is not in the manifest")
     named = step_of(directory.name)
     if named is not None and named != step:
-        yield Problem(MANIFEST, f"is of step {step}, in the directory of step {named}")
+        yield Problem(MANIFEST, f"belongs to step {step}, but is in the directory of step {named}")
 
 
-def _file_fault(path: Path, entry: FileEntry) -> str | None:
+def _file_problem(path: Path, entry: FileEntry) -> str | None:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
@@ -235,7 +235,7 @@ def _file_fault(path: Path, entry: FileEntry) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file; a link is not followed."""
+    """SHA-256 of a file; symbolic links are refused."""
     digest = hashlib.sha256()
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
@@ -244,7 +244,7 @@ def sha256(path: Path) -> str:
 
 
 def read_small(path: Path) -> bytes:
-    """A JSON file of a checkpoint, if it is a regular file of a sane size."""
+    """Contents of a JSON file of a checkpoint; raises `BadInput` unless it is a regular file of reasonable size."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -265,13 +265,13 @@ def directory_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint directory's name."""
+    """The step in the name of a checkpoint directory; None for other names."""
     match = re.fullmatch(r"step-(\d{8,})", name)
     return int(match[1]) if match else None
 
 
 def canonical_json(value: Any) -> bytes:
-    """One form for each value: sorted keys, no spaces."""
+    """The canonical JSON of a value: sorted keys, no spaces."""
     return (json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n").encode()
 
 
@@ -279,7 +279,7 @@ PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "numpy", "peft"
 
 
 def versions() -> dict[str, str]:
-    """What a checkpoint was written with."""
+    """Versions of Python and of the packages that a checkpoint is written with."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""The directory of checkpoints: what is there, what is whole, and the steps that make a new one appear at once."""
+"""The directory of checkpoints: list, commit atomically, prune, and set damaged ones aside."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from toolkit.units import GB
 LATEST = "latest"
 BEST = "best"
 _WORK = (".writing-", ".old-")
-"""Prefixes of directories that are being written or removed; what a crash leaves is cleared by the next save."""
+"""Prefixes of directories that are being written or removed; the next save clears what a crash leaves."""
 
 
 def steps(root: Path) -> list[int]:
-    """Steps of all checkpoints, newest first; whole or not."""
+    """Steps of all checkpoints, newest first, including damaged ones."""
     if not root.is_dir():
         return []
     found = (step_of(entry.name) for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
@@ -35,12 +35,12 @@ def steps(root: Path) -> list[int]:
 
 
 def path_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Path of the checkpoint of a step."""
     return root / directory_name(step)
 
 
 def begin(root: Path, step: int, need_bytes: int) -> Path:
-    """An empty directory to write into; `BadInput` if the disk can't hold `need_bytes` more."""
+    """Create an empty directory to write into; raises `BadInput` if the disk has less than `need_bytes` free."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         clear_leftovers(root)
@@ -59,20 +59,20 @@ def begin(root: Path, step: int, need_bytes: int) -> Path:
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove what a crash left half-written or half-removed."""
+    """Remove checkpoints that a crash left half-written or half-removed."""
     for entry in list(os.scandir(root)):
         if entry.name.startswith(_WORK):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def commit(writing: Path, files: dict[str, FileEntry], step: int) -> Path:
-    """Manifest, rename, `latest`: after this the checkpoint is there, before it nothing is."""
+    """Write the manifest, rename the directory, update `latest`: the checkpoint appears atomically."""
     root = writing.parent
     missing = [name for name in files if not (writing / name).is_file()]
     if missing:
         raise BadInput(
             str(root),
-            f"{missing[0]} was written by another host and is not here; checkpoints need a directory that hosts share",
+            f"{missing[0]} was written by another host and is not visible here; checkpoints need a shared directory",
         )
     write_synced(writing / MANIFEST, dump_manifest(files, step))
     sync_directory(writing)
@@ -85,7 +85,7 @@ def commit(writing: Path, files: dict[str, FileEntry], step: int) -> Path:
 
 
 def point_to(root: Path, final: Path) -> None:
-    """Replace `latest`: the name of the newest checkpoint and the hash of its manifest."""
+    """Replace `latest`, which holds the name of the newest checkpoint and the hash of its manifest."""
     text = canonical_json({"checkpoint": final.name, "manifest_sha256": sha256(final / MANIFEST)})
     temporary = root / f".{LATEST}.tmp"
     write_synced(temporary, text)
@@ -94,7 +94,7 @@ def point_to(root: Path, final: Path) -> None:
 
 
 def latest_fault(root: Path) -> Problem | None:
-    """What is wrong with `latest`; nothing that is loaded depends on it, but other tools may."""
+    """The problem with `latest`, if there is one. The toolkit does not depend on it, but other tools may."""
     try:
         given = json.loads(read_small(root / LATEST))
         manifest = root / given["checkpoint"] / MANIFEST
@@ -103,12 +103,12 @@ def latest_fault(root: Path) -> Problem | None:
         if canonical_json(given) != read_small(root / LATEST):
             raise ValueError("its bytes changed")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Problem(LATEST, f"is damaged: {error}; the newest whole checkpoint is found without it")
+        return Problem(LATEST, f"is damaged: {error}; the newest intact checkpoint is found without it")
     return None
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a checkpoint that can't be trusted, so that nothing takes it for one; its new name."""
+    """Rename a damaged checkpoint so that nothing loads it, and return the new path; None if there is none."""
     if not path.exists():
         return None
     for number in range(1, 1000):
@@ -117,11 +117,11 @@ def set_aside(path: Path) -> Path | None:
             os.rename(path, aside)
             sync_directory(path.parent)
             return aside
-    raise BadInput(str(path.parent), "holds 1000 damaged checkpoints; remove them")
+    raise BadInput(str(path.parent), "contains 1000 damaged checkpoints; remove them")
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best; each disappears at once, then its files go."""
+    """Remove all but the newest `keep` checkpoints and the best one, each atomically."""
     spared = best(root)
     for step in steps(root)[keep:]:
         if step != spared:
@@ -129,14 +129,14 @@ def prune(root: Path, keep: int) -> None:
 
 
 def mark_best(root: Path, step: int, loss: float) -> None:
-    """Say which checkpoint had the lowest loss on held-out data: pruning spares it."""
+    """Mark the checkpoint with the lowest loss on held-out data: pruning keeps it."""
     temporary = root / f".{BEST}.tmp"
     write_synced(temporary, canonical_json({"checkpoint": directory_name(step), "eval_loss": loss}))
     os.replace(temporary, root / BEST)
 
 
 def best(root: Path) -> int | None:
-    """Step of the best checkpoint, if one is marked and still there."""
+    """Step of the best checkpoint; None if none is marked or it is gone."""
     try:
         step = step_of(str(json.loads(read_small(root / BEST))["checkpoint"]))
     except (OSError, ValueError, KeyError, TypeError):
@@ -145,14 +145,14 @@ def best(root: Path) -> int | None:
 
 
 def remove(root: Path, step: int) -> None:
-    """Remove one checkpoint."""
+    """Remove one checkpoint: rename it first, so that no half-removed one remains visible."""
     trash = root / f".old-{directory_name(step)}"
     os.rename(path_of(root, step), trash)
     shutil.rmtree(trash, ignore_errors=True)
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file through to the disk."""
+    """Write a small file and sync it to disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -160,7 +160,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Write a directory's own entries through to the disk."""
+    """Sync the entries of a directory to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Bytes that the forward pass keeps for the backward pass, counted operator by operator for one layer."""
+"""Activation memory: bytes that the forward pass keeps for the backward pass, counted by operator."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from toolkit.cost.execution import Execution, layer_shape
 from toolkit.cost.operators import LayerShape
 
 SCORES = {"eager": 8.0, "kernels": 2.0, "compiled": 2.0}
-"""Bytes of stored softmax output (and its fp32 copy in eager Hugging Face attention) for one score."""
+"""Stored bytes per attention score: the softmax output, and its fp32 copy in eager Hugging Face attention."""
 SCORES_DROPOUT = 3.0
-"""Dropped-out scores and their 1-byte mask."""
+"""Further bytes per score with dropout: the result and its 1-byte mask."""
 LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
-"""16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
+"""Bytes per logit: 16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
 FP32_LOGIT_BYTES = 12.0
-"""fp32 logits, probabilities and gradient."""
+"""Bytes per logit in fp32: logits, probabilities and gradient."""
 LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
-"""Tensors of the last norm, each as wide as the model: kept from its forward pass, and with those of its backward."""
+"""Tensors of the final norm, each as wide as the model: kept by its forward pass, and live in its backward pass."""
 PIPELINE_BUFFERS = 2
-"""A micro-batch in flight also holds what a stage received and what it sent on (Megatron)."""
+"""Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
-"""DeepSpeed's first stage holds only what it sent on, and its last what it received."""
+"""The same for DeepSpeed, where the first stage keeps only its output and the last only its input."""
 ARRIVED = 2
-"""And where a next stage's gradient has arrived: the gradient, and what it is of (counted on the demo)."""
+"""Tensors that a stage holds when a gradient arrives: the gradient and its activation (counted on the demo)."""
 GRADIENTS_OF_ACTIVATIONS = 1.0
-"""Gradients of the layer in the backward pass, in units of its activations: an allocator's cache keeps them apart."""
+"""Gradients of a layer in the backward pass relative to its activations; an allocator does not reuse their memory."""
 LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
-"""The same in live bytes: what they replace is freed as they come (counted on Hugging Face's Llama)."""
+"""Their share in live bytes, where activations are freed as gradients come (counted on Hugging Face's Llama)."""
 FLASH_STATS_BYTES = 4.0
-"""Log-sum-exp of one head and token."""
+"""Bytes of the log-sum-exp per head and token."""
 
 
 def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> float:
-    """Everything that one layer of one micro-batch keeps without recompute."""
+    """Bytes that one layer keeps for one micro-batch without recompute."""
     tokens, part = e.slice.tokens, e.slice
     residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
     inner = inner_bytes(e, shape, fused=fused) / part.tp
@@ -39,7 +39,7 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
 
 
 def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
-    """Inputs and outputs of two norms for one token; dropout adds a mask.
+    """Bytes per token for inputs and outputs of two norms; dropout adds a mask.
 
     Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
     eager_rms = e.software.fusion == "eager" and shape.gated and not fused
@@ -49,19 +49,19 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
 
 
 def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
-    """Queries, keys, values, attention output and the MLP's inner tensors for one token, in 16 bits."""
+    """Bytes per token for queries, keys, values, attention output and inner tensors of the MLP, in 16 bits."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    outputs = 2 if e.sp > 1 else 1  # as attention gave it, and as the exchange brought it back
+    outputs = 2 if e.sp > 1 else 1  # the output of attention, and the same after the exchange
     attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     tensors = gated if shape.gated else 2
     inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
-    routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens as sent to experts and back
+    routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens sent to experts and back
     return attention + 2 * tensors * inner + routed
 
 
 def score_bytes(e: Execution, shape: LayerShape) -> float:
-    """Stored attention scores of one layer; none with flash attention or selective recompute."""
+    """Bytes of stored attention scores of one layer; 0 with flash attention or selective recompute."""
     if e.software.flash or e.scores_dropped:
         return 0.0
     each = SCORES[e.software.fusion] + (SCORES_DROPOUT if e.software.dropout else 0.0)
@@ -69,7 +69,7 @@ def score_bytes(e: Execution, shape: LayerShape) -> float:
 
 
 def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
-    """The average over the model's kinds of layers; `fused`: without what only eager operators keep."""
+    """Bytes per layer, averaged over dense and mixture layers; `fused` leaves out what only eager operators keep."""
     experts = e.model.moe_layers / e.model.layers
     dense = layer_bytes(e, layer_shape(e.model, experts=False), fused=fused) if experts < 1 else 0.0
     mixed = layer_bytes(e, layer_shape(e.model, experts=True), fused=fused) if experts > 0 else 0.0
@@ -77,37 +77,37 @@ def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
 
 
 def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
-    """Activations of `layers` layers that the micro-batches in flight keep until their backward pass."""
+    """Activation bytes of `layers` layers that the micro-batches in flight keep until their backward pass."""
     inputs = layer_input_bytes(e)
     each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
     buffers = each * inputs * in_flight if e.pp > 1 else 0.0
     kept = e.recompute.kept
     if kept == 1.0:
         return layers * mean_layer_bytes(e) * in_flight + buffers
-    whole = inputs + kept * mean_layer_bytes(e, fused=True) if kept else inputs
-    return layers * whole * in_flight + buffers
+    each_layer = inputs + kept * mean_layer_bytes(e, fused=True) if kept else inputs
+    return layers * each_layer * in_flight + buffers
 
 
 def layer_input_bytes(e: Execution) -> float:
-    """The hidden states of one micro-batch on a device."""
+    """Bytes of the hidden states of one micro-batch on a device."""
     return e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
 
 
 def live_bytes(e: Execution) -> float:
-    """What the layer in the backward pass needs on top: gradients, and its recomputed activations and output."""
+    """Further bytes for the layer in the backward pass: gradients, recomputed activations and output."""
     if e.cluster.device.backend != "cpu":
         return (1 - e.recompute.kept + GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e)
     again = 1 - e.recompute.kept
-    output = layer_input_bytes(e) if e.pp == 1 else 0.0  # among what a stage is counted to have received
+    output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
     return (again + LIVE_GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e) + again * output
 
 
 def logit_bytes(e: Execution) -> float:
-    """Output scores, their fp32 copy and gradient on the last stage."""
+    """Bytes of the logits, their fp32 copy and gradient on the last stage."""
     each = FP32_LOGIT_BYTES if e.element_bytes == 4 else LOGIT_BYTES[e.software.fusion]
     return each * e.slice.tokens * e.model.vocab / e.tp
 
 
 def last_norm_bytes(e: Execution, tensors: int) -> float:
-    """Tensors of the norm between the last layer and the head."""
+    """Bytes of `tensors` tensors of the norm between the last layer and the head."""
     return tensors * layer_input_bytes(e)

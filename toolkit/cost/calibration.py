@@ -1,8 +1,8 @@
-"""The fitted constants of the cost model: all of them, in one place.
+"""The fitted constants of the cost model, and cluster files from measurements.
 
-`benchmarks/fit_cost_model.py` fits those marked "step" to the `calib` rows of `benchmarks/data/published.csv` (in log
-step time, every source with equal weight) and those marked "NCCL" to `benchmarks/data/nccl_allreduce.csv`, and prints
-the errors, also leaving one source out. What is measured elsewhere or follows from counting stands where it is used.
+`benchmarks/fit_cost_model.py` fits the constants marked "step" to the `calib` rows of `benchmarks/data/published.csv`
+(log step time, equal weight per source) and those marked "NCCL" to `benchmarks/data/nccl_allreduce.csv`. It prints the
+errors, also with one source left out. Constants that are measured elsewhere or counted are defined where they are used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from toolkit.units import GB, GIB, KIB, MIB, TERA
 
 @dataclass(frozen=True)
 class Calibration:
-    """How far real training stays behind the hardware's best rates."""
+    """How far real training falls short of the best rates of the hardware."""
 
     matmul: float = 0.947
     """Step. Share of a device's best measured matmul rate that a layer's large matmuls reach in training."""
@@ -27,31 +27,31 @@ class Calibration:
     stream: float = 0.61
     """Step. Share of the memory bandwidth that element-wise operators reach."""
     launch_seconds: float = 3.2e-5
-    """Step. Host time of one operator: Python, autograd and launch; it shows where operators are small."""
+    """Step. Host time per operator (Python, autograd and launch); it matters where operators are small."""
     tp_exposed: float = 0.46
-    """Step. Share of tensor-parallel traffic that slicing it beside its matmul leaves visible."""
+    """Step. Share of tensor-parallel traffic that stays exposed when it is sliced and overlapped with its matmul."""
     interference: float = 0.49
-    """Step. Share of hidden traffic that comes back as slower compute: both use memory and multiprocessors."""
+    """Step. Share of overlapped traffic that slows compute down: both use memory and multiprocessors."""
     fixed_seconds: float = 3.5e-3
-    """Step. Data loading, logging and synchronisation of one step."""
+    """Step. Data loading, logging and synchronisation per step."""
     power: float = 0.6
-    """Dev rows. Exponent by which a sustained rate falls with watts per FLOP below an H100's 700 W for 989 TFLOP/s."""
+    """Dev rows. Exponent by which the sustained rate falls with watts per FLOP below an H100 (700 W, 989 TFLOP/s)."""
     misaligned: float = 0.7
-    """Dev rows. Rate of a matmul with a side that is no multiple of 64 (BigScience: 14400 against 14336)."""
+    """Dev rows. Relative rate of a matmul with a side that is not a multiple of 64 (BigScience: 14400 and 14336)."""
     intra: float = 0.76
-    """NCCL. Share of the links inside a node that a large collective reaches."""
+    """NCCL. Share of the link bandwidth inside a node that a large collective reaches."""
     inter: float = 0.70
-    """NCCL and step. The same for the network between nodes."""
+    """NCCL and step. Share of the network bandwidth between nodes that a large collective reaches."""
     rank_latency: float = 0.2
-    """NCCL. Start-up of a collective inside a node, for each rank, in units of `Cluster.latency_seconds`."""
+    """NCCL. Start-up time per rank of a collective inside a node, in units of `Cluster.latency_seconds`."""
     node_latency: float = 0.9
-    """NCCL. Growth of the start-up with each doubling of the nodes, in units of `Cluster.inter_latency_seconds`."""
+    """NCCL. Growth of the start-up time per doubling of nodes, in units of `Cluster.inter_latency_seconds`."""
     ring_hop: float = 0.15
-    """Step. One hop of a ring that leaves the node, for each rank, in units of `Cluster.inter_latency_seconds`."""
+    """Step. Time per hop of a ring that leaves the node, in units of `Cluster.inter_latency_seconds`."""
     ramp_seconds: float = 45e-6
-    """NCCL. Time constant by which a collective comes up to full bandwidth as messages grow."""
+    """NCCL. Time constant with which a collective reaches full bandwidth as messages grow."""
     fragmentation: float = 0.14
-    """Memory. Share of what the allocator reserves beyond live tensors."""
+    """Memory. What the allocator reserves beyond live tensors, relative to them."""
     context_bytes: float = 1.4 * GIB
     """Memory. Device context, libraries and workspaces of one process."""
     collective_bytes: float = 0.9 * GIB
@@ -60,19 +60,19 @@ class Calibration:
 
 CALIBRATION = Calibration()
 CONSTANTS = tuple(f.name for f in fields(Calibration))
-"""Names of all fitted constants; a test holds their number at 20 or less."""
+"""Names of all fitted constants; a test limits them to 20."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Bandwidth and start-up of collectives inside a node, in the cost model's terms."""
+    """Bandwidth and latency of collectives, as the cost model defines them."""
 
     gb_per_second: float
     latency_us: float
 
 
 def fit_links(all_reduce: Mapping[int, float], ranks: int) -> Links:
-    """The link rate and latency with which the cost model gives the largest and the smallest measured time back."""
+    """Bandwidth and latency inside a node with which the cost model reproduces the measured times."""
     smallest, largest = min(all_reduce), max(all_reduce)
     latency = all_reduce[smallest] / (CALIBRATION.rank_latency * ranks)
     moving = max(all_reduce[largest] - all_reduce[smallest], 1e-9)
@@ -83,7 +83,7 @@ def fit_links(all_reduce: Mapping[int, float], ranks: int) -> Links:
 
 
 def fit_network(all_reduce: Mapping[int, float], nodes: int) -> Links:
-    """The same between nodes: each device's share of the network."""
+    """Bandwidth per device and latency between nodes with which the cost model reproduces the measured times."""
     smallest, largest = min(all_reduce), max(all_reduce)
     latency = all_reduce[smallest] / (1.0 + CALIBRATION.node_latency * math.log2(nodes / 2))
     moving = max(all_reduce[largest] - all_reduce[smallest], 1e-9)

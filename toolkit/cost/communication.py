@@ -1,4 +1,4 @@
-"""Exposed communication of a step, by axis: what each collective adds to the compute that it runs beside."""
+"""Exposed communication per step by axis, and the time of each collective."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from toolkit.cost.execution import Execution
 from toolkit.cost.operators import LayerCost
 
 BACKWARD_GATHER = 1.25
-"""Backward over forward traffic with sharded residuals: inputs are gathered once more, beside the weight gradient."""
+"""Backward relative to forward traffic with sharded residuals: inputs are gathered again for the weight gradient."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """Compute of one micro-batch on one stage that the step's traffic can hide behind."""
+    """Seconds of compute of one micro-batch on one stage that communication can overlap with."""
 
     forward: float
     backward: float
 
 
 def exposed(window: float, comm: float, cal: Calibration) -> float:
-    """Seconds that communication adds to a window of compute: what sticks out, and what slows the compute down."""
+    """Seconds that communication adds to overlapped compute: what exceeds it, and how much it slows compute down."""
     return max(window, comm) + cal.interference * min(window, comm) - window
 
 
 def tensor_seconds(e: Execution, cal: Calibration) -> tuple[float, float]:
-    """Tensor parallel: two all-reduces (or gather and scatter pairs) a layer and pass; forward and backward."""
+    """Tensor parallel, forward and backward: two all-reduces (or gather and scatter pairs) per layer and pass."""
     if e.tp == 1:
         return 0.0, 0.0
     where = group(e.cluster, e.tp, 1)
@@ -40,7 +40,7 @@ def tensor_seconds(e: Execution, cal: Calibration) -> tuple[float, float]:
 
 
 def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
-    """Ring context parallel (beside attention) and Ulysses (exchanges before and after it), both passes of a layer."""
+    """Both passes of a layer: ring context parallel (overlapped with attention) and Ulysses (exchanges around it)."""
     model, tokens = e.model, e.slice.tokens
     total = 0.0
     if e.cp > 1:
@@ -58,7 +58,7 @@ def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
 
 
 def expert_seconds(e: Execution, cal: Calibration) -> float:
-    """Tokens to their experts and back, forward and backward."""
+    """Sending tokens to their experts and back, in both passes of a layer."""
     if e.ep == 1:
         return 0.0
     where = group(e.cluster, e.ep, e.tp)
@@ -67,13 +67,13 @@ def expert_seconds(e: Execution, cal: Calibration) -> float:
 
 
 def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibration) -> float:
-    """ZeRO 3, one layer and micro-batch: gather beside the forward pass, gather and reduce beside the backward pass."""
+    """ZeRO 3, per layer and micro-batch: gather in the forward pass, gather and reduce in the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
     params = e.mean_layer_params / e.tp
     messages = e.software.zero_messages
-    whole, shard = _groups(e)
-    wide = whole if e.zero_variant == "hpz" else shard
+    everyone, shard = _groups(e)
+    wide = everyone if e.zero_variant == "hpz" else shard
     weights = (
         e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params / e.software.zero_link_share
     )
@@ -87,7 +87,7 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
 
 
 def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
-    """Gradients and parameters that travel once a step, or gradients after every micro-batch (ZeRO 2)."""
+    """Gradients and parameters sent once per step, or gradients after every micro-batch (ZeRO 2)."""
     total = _replica_seconds(e, window, cal) if e.replicas > 1 else 0.0
     return total + _island_seconds(e, window, cal)
 
@@ -101,7 +101,7 @@ def stage_params(e: Execution) -> float:
 
 
 def pipeline_seconds(e: Execution, cal: Calibration) -> float:
-    """Activations and their gradients between stages, once for each chunk and micro-batch."""
+    """Activations and their gradients between stages, per chunk and micro-batch."""
     if e.pp == 1:
         return 0.0
     between = e.cluster.devices // e.pp >= e.cluster.devices_per_node
@@ -114,8 +114,8 @@ def pipeline_seconds(e: Execution, cal: Calibration) -> float:
 
 def _groups(e: Execution) -> tuple[Group, Group]:
     """All replicas, and those that hold one full set of sharded states."""
-    whole = group(e.cluster, e.replicas, e.tp)
-    return whole, group(e.cluster, min(e.zero_group, e.replicas), e.tp)
+    everyone = group(e.cluster, e.replicas, e.tp)
+    return everyone, group(e.cluster, min(e.zero_group, e.replicas), e.tp)
 
 
 def _grad_bytes(e: Execution) -> float:
@@ -123,7 +123,7 @@ def _grad_bytes(e: Execution) -> float:
 
 
 def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
-    whole, shard = _groups(e)
+    everyone, shard = _groups(e)
     params = stage_params(e)
     grads = _grad_bytes(e) * params * e.trained_share
     weights = e.element_bytes * params * e.trained_share
@@ -131,13 +131,13 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
         return _between_groups(e, grads, window, cal)
     if e.zero_stage == 0:
         collective = hierarchical if e.hierarchical else all_reduce
-        reduce, collect = collective(grads, whole, e.cluster, cal), 0.0
+        reduce, collect = collective(grads, everyone, e.cluster, cal), 0.0
     elif e.zero_group < e.replicas:
-        reduce = all_reduce(grads, whole, e.cluster, cal)
+        reduce = all_reduce(grads, everyone, e.cluster, cal)
         collect = gather(weights, shard, e.cluster, cal, buckets(weights))
     else:
-        reduce = gather(grads, whole, e.cluster, cal, buckets(grads))
-        collect = gather(weights, whole, e.cluster, cal, buckets(weights))
+        reduce = gather(grads, everyone, e.cluster, cal, buckets(grads))
+        collect = gather(weights, everyone, e.cluster, cal, buckets(weights))
     rounds = e.grad_accum if e.reduces_every_micro_batch else 1
     if not e.software.dp_overlap:
         return rounds * reduce + collect
@@ -145,7 +145,7 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
 
 
 def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration) -> float:
-    """ZeRO 3 in groups smaller than all replicas: the groups sum their shards."""
+    """ZeRO 3 in groups smaller than all replicas: the groups all-reduce their shards."""
     if e.zero_variant == "hpz" or e.zero_group >= e.replicas:
         return 0.0
     copies = e.replicas // e.zero_group
@@ -156,11 +156,11 @@ def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration
 
 
 def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
-    """Islands exchange their weights every `local_steps` steps, at once or behind steps of the next round."""
+    """The exchange between islands every `local_steps` steps: blocking, or overlapped with the next round."""
     if e.islands == 1:
         return 0.0
     where = group(e.cluster, e.islands, e.cluster.devices // e.islands)
-    # Masters, in fp32 or in blocks of 256 with a scale; ranks of an island share the work.
+    # Master weights, in fp32 or in blocks of 256 with one scale each; the ranks of an island share the work.
     bytes_each = 4 if e.exchange_bits == 32 else e.exchange_bits / 8 + 4 / 256
     size = bytes_each * stage_params(e) * e.trained_share / e.dp
     seconds = all_reduce(size, where, e.cluster, cal)
@@ -171,14 +171,14 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
 
 
 IN_SWITCH_GAIN = 1.3
-"""All-reduce with reduction in the switch over without: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
+"""Speed-up of an all-reduce by reduction in the switch: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
 BUCKET_BYTES = 500e6
-"""Large transfers go in buckets of about this size; each pays the start-up again (DeepSpeed's default)."""
+"""Large transfers are cut into buckets of about this size, each with its own start-up (DeepSpeed's default)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Where the ranks of one collective sit."""
+    """Placement of the ranks of one collective."""
 
     ranks: int
     per_node: int
@@ -193,14 +193,14 @@ class Group:
 
 
 def group(cluster: Cluster, ranks: int, stride: int) -> Group:
-    """Ranks that lie `stride` devices apart."""
+    """The group of `ranks` ranks that are `stride` devices apart."""
     per_node = cluster.devices_per_node // max(1, stride)
     sites = math.ceil(ranks * stride / cluster.devices_per_site) if cluster.sites > 1 else 1
     return Group(ranks, max(1, min(ranks, per_node)), min(ranks, sites))
 
 
 def all_reduce(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
-    """Every rank ends with the sum of `size` bytes."""
+    """Seconds of an all-reduce of `size` bytes."""
     if where.ranks <= 1 or size <= 0:
         return 0.0
     switch = cluster.device.in_switch_reduction and where.nodes == 1 and where.ranks >= 8
@@ -209,7 +209,7 @@ def all_reduce(size: float, where: Group, cluster: Cluster, cal: Calibration) ->
 
 
 def hierarchical(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
-    """All-reduce in three parts: scattered inside every node, shards between nodes, gathered inside."""
+    """Seconds of a hierarchical all-reduce: reduce-scatter inside nodes, shards between nodes, all-gather inside."""
     inside = Group(where.per_node, where.per_node)
     between = Group(where.nodes, 1, where.sites)
     shards = all_reduce(size / where.per_node, between, cluster, cal)
@@ -217,7 +217,7 @@ def hierarchical(size: float, where: Group, cluster: Cluster, cal: Calibration) 
 
 
 def gather(size: float, where: Group, cluster: Cluster, cal: Calibration, messages: int = 1) -> float:
-    """All-gather or reduce-scatter of `size` bytes in full: a ring, each message of which passes every rank in turn."""
+    """Seconds of an all-gather or reduce-scatter of `size` bytes in total, as a ring."""
     if where.ranks <= 1 or size <= 0:
         return 0.0
     hops = messages * (where.ranks - 1) * cal.ring_hop * cluster.inter_latency_seconds if where.nodes > 1 else 0.0
@@ -227,12 +227,12 @@ def gather(size: float, where: Group, cluster: Cluster, cal: Calibration, messag
 
 
 def buckets(size: float) -> int:
-    """Messages that a large transfer is cut into."""
+    """Number of messages that a large transfer is cut into."""
     return max(1, round(size / BUCKET_BYTES))
 
 
 def all_to_all(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
-    """Every rank sends an equal part of its `size` bytes to every other rank."""
+    """Seconds of an all-to-all: every rank sends an equal part of its `size` bytes to every other rank."""
     if where.ranks <= 1 or size <= 0:
         return 0.0
     inside = (where.per_node - 1) / where.ranks * size / (cluster.intra_bytes_per_second * cal.intra)
@@ -241,14 +241,14 @@ def all_to_all(size: float, where: Group, cluster: Cluster, cal: Calibration) ->
 
 
 def send(size: float, *, between_nodes: bool, cluster: Cluster, cal: Calibration) -> float:
-    """One rank to another."""
+    """Seconds to send `size` bytes from one rank to another."""
     if between_nodes:
         return cluster.inter_latency_seconds / 2 + size / (cluster.inter_bytes_per_second * cal.inter)
     return cluster.latency_seconds / 2 + size / (cluster.intra_bytes_per_second * cal.intra)
 
 
 def bandwidth(where: Group, cluster: Cluster, cal: Calibration) -> float:
-    """Bytes a second through the slowest cut of the ring: the links inside a node, or the group's share of its NICs."""
+    """Bytes per second on the slowest part of the ring: links inside a node, or the group's share of the NICs."""
     inside = cluster.intra_bytes_per_second * cal.intra
     if where.nodes == 1:
         return inside
@@ -266,7 +266,7 @@ def _startup(where: Group, cluster: Cluster, cal: Calibration) -> float:
 
 
 def _transfer(wire: float, size: float, rate: float, cal: Calibration) -> float:
-    """Time on the wire; messages that are short for the rate don't reach it."""
+    """Seconds on the wire; short messages do not reach the full rate."""
     if rate <= 0:
         return math.inf
     half = cal.ramp_seconds * rate

@@ -1,4 +1,4 @@
-"""What the cost model says of a plan: memory and time, each by part."""
+"""Result of the cost model for a plan: memory and time, each by part."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Memory:
     optimizer: int = 0
     """fp32 master weights and optimizer moments."""
     activations: int = 0
-    """What the forward pass keeps for the backward pass."""
+    """Tensors that the forward pass keeps for the backward pass."""
     logits: int = 0
-    """Output scores and their gradient."""
+    """Logits and their gradient."""
     gathered: int = 0
-    """Weights that ZeRO 3 holds gathered at a time."""
+    """Weights that ZeRO 3 has gathered at one time."""
     buffers: int = 0
     """Communication buckets."""
     overhead: int = 0
     """Device context, libraries, fragmentation."""
     host: int = 0
-    """Bytes on one node's host (offload); not part of `total`."""
+    """Bytes on the host of one node (offload); not part of `total`."""
 
     @property
     def total(self) -> int:
@@ -36,12 +36,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """Seconds a step; communication is the part that compute does not hide."""
+    """Seconds per step; communication counts only where it is not hidden by compute."""
 
     compute: float = 0.0
     """Forward and backward."""
     recompute: float = 0.0
-    """Forward passes repeated for the backward pass."""
+    """Forward passes recomputed for the backward pass."""
     tp_comm: float = 0.0
     """Tensor-parallel collectives."""
     sp_comm: float = 0.0
@@ -59,7 +59,7 @@ class Time:
 
     @property
     def total(self) -> float:
-        """Seconds a step."""
+        """Seconds per step."""
         return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
@@ -70,14 +70,14 @@ class Estimate:
     memory: Memory
     time: Time
     memory_limit_bytes: int
-    """What the device has for the job."""
+    """Device memory available to the job."""
     host_limit_bytes: int
-    """What one node's host has for the job."""
+    """Host memory per node available to the job."""
     tokens_per_second: float
     mfu: float
-    """Model FLOPs a second (6·N + attention, no recompute) over the devices' peak."""
+    """Model FLOPs per second (6·N + attention, no recompute) relative to the peak of the devices."""
 
     @property
     def fits(self) -> bool:
-        """Whether device and host have room."""
+        """Whether the plan fits on device and host."""
         return self.memory.total <= self.memory_limit_bytes and self.memory.host <= self.host_limit_bytes

@@ -1,4 +1,4 @@
-"""A plan with everything that its memory and time depend on, whatever software runs it."""
+"""Everything that the memory and time of a training step depend on, for any training framework."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
 COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-"""Optimizers that exchange signs; what is told of their traffic is true after the steps that warm them up."""
+"""Optimizers that exchange signs; their predicted traffic is that after `freeze_steps`."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the backward pass computes again: shares of a layer's forward pass."""
+    """What the backward pass recomputes, as shares of a layer's forward pass."""
 
     matmul: float = 0.0
     attention: float = 0.0
     stream: float = 0.0
     traffic: float = 0.0
-    """Tensor-parallel collectives repeated."""
+    """Share of tensor-parallel collectives that is repeated."""
     mlp_up: float = 0.0
-    """The MLP's first matrix only."""
+    """Share of the first matmul of the MLP alone."""
     kept: float = 1.0
-    """Share of a layer's activations that is kept for the backward pass, besides its input."""
+    """Share of a layer's activations that is kept for the backward pass, in addition to its input."""
 
 
 RECOMPUTE = {
@@ -54,9 +54,9 @@ class Execution:
     chunks: int = 1
     """Interleaved model chunks of one pipeline stage."""
     bubble_share: float = 1.0
-    """What a schedule leaves of the bubble (zero-bubble schedules: less than 1)."""
+    """Share of the bubble that the schedule leaves (zero-bubble schedules: below 1)."""
     cp: int = 1
-    """Ring context parallel: ranks that pass keys and values around."""
+    """Ring context parallel: ranks that pass on keys and values in a ring."""
     sp: int = 1
     """Ulysses sequence parallel: ranks that exchange heads for tokens."""
     ep: int = 1
@@ -65,25 +65,25 @@ class Execution:
     zero_variant: str = "mics"
     """What a group smaller than `dp` means: `mics` shards and reduces inside it; `hpz` keeps a second copy."""
     weight_wire: float = 1.0
-    """Size of a parameter in flight relative to its own type (ZeRO++: one half)."""
+    """Size of a parameter on the wire relative to its data type (ZeRO++: one half)."""
     grad_wire: float = 1.0
-    """The same for gradients (ZeRO++: one quarter)."""
+    """Size of a gradient on the wire relative to the precision of the model (ZeRO++: one quarter)."""
     residual_shards: bool = False
     """Whether norms and residuals are sharded over tensor-parallel ranks (Megatron sequence parallel)."""
     recompute: Recompute = RECOMPUTE["none"]
     scores_dropped: bool = False
-    """Whether attention scores are computed again (selective recompute without flash attention)."""
+    """Whether attention scores are recomputed (selective recompute without flash attention)."""
     fp8: bool = False
     element_bytes: int = 2
     gathers_every_micro_batch: bool = True
     """Whether ZeRO 3 gathers for every micro-batch; with a pipeline it keeps the parameters for the step."""
     reduces_every_micro_batch: bool = False
-    """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) and not once a step."""
+    """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) instead of once per step."""
     offload: str = "none"
     optimizer: str = "adamw"
     lora_rank: int = 0
     quantized_base: bool = False
-    """Whether the frozen weights under the adapters are held in 4 bits."""
+    """Whether the frozen weights under the adapters are stored in 4 bits."""
     islands: int = 1
     local_steps: int = 1
     exchange_bits: int = 32
@@ -91,11 +91,11 @@ class Execution:
     exchange_delay_steps: int | None = None
     exchange_states: int = 1
     bucket_elements: int | None = None
-    """Elements of a reduction bucket, where the recipe says so."""
+    """Elements per reduction bucket, if the recipe sets it."""
     hierarchical: bool = False
     """Whether gradients are reduced inside hosts first, then in shards between them."""
     drops_gradients: bool = False
-    """Whether gradients are freed after each update, as DeepSpeed does, or live in buffers for good (Megatron)."""
+    """Whether gradients are freed after each update (DeepSpeed) instead of staying in buffers (Megatron)."""
     master_weights: bool = True
     """Whether 16-bit training keeps fp32 weights and states."""
 
@@ -125,7 +125,7 @@ class Execution:
 
     @cached_property
     def trained_share(self) -> float:
-        """Trained parameters over all: 1, or the adapters' share under LoRA."""
+        """Trained parameters over all parameters: 1, or the share of the adapters under LoRA."""
         return 1.0 if not self.lora_rank else lora_params(self.model, self.lora_rank) / self.model_params
 
     @property
@@ -146,9 +146,9 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
 
 
 def lora_params(model: ModelSpec, rank: int) -> int:
-    """Adapters on every linear layer but the head: rank × (inputs + outputs) each.
+    """Parameters of adapters on every linear layer except the head: rank × (inputs + outputs) each.
 
-    Routed experts are no linear layers in transformers, but tensors of all experts; they get none.
+    Routed experts get none: in transformers they are tensors over all experts, not linear layers.
     """
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = model.layers * ((model.hidden + q) * 2 + (model.hidden + kv) * 2)
@@ -159,7 +159,7 @@ def lora_params(model: ModelSpec, rank: int) -> int:
 
 
 def of_plan(plan: Plan, job: Job) -> Execution:
-    """The execution that DeepSpeed with a Hugging Face model makes of a plan."""
+    """The execution of a plan by DeepSpeed with a Hugging Face model."""
     work = job.workload
     overlap = plan.pp == 1 and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     software = _deepspeed(flash=work.flash_attention, overlap=overlap)
@@ -182,7 +182,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
 
 
 def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:
-    """Size of a gradient in flight over that in the model's precision."""
+    """Size of a gradient on the wire relative to the precision of the model."""
     if plan.zero_quantized in ("gradients", "both"):
         return 0.25
     if optimizer in COMPRESSING:

@@ -1,4 +1,4 @@
-"""Bytes on the fullest device, by part: closed formulas over plan, model and workload."""
+"""Memory of the fullest device by part: closed formulas over plan, model and workload."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from toolkit.plans.deepspeed_config import bucket_elements
 from toolkit.plans.plan import Job, Plan
 
 BUCKET_ELEMENTS = 5e8
-"""DeepSpeed's default reduction bucket (`reduce_bucket_size`), as in published figures; ours is smaller."""
+"""DeepSpeed's default `reduce_bucket_size`, as in published figures; the toolkit uses smaller buckets."""
 LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 IN_USE_LAYERS = 1.5
-"""Layers that ZeRO 3 gathers besides: the one in use, and on average half of the next."""
+"""Further layers that ZeRO 3 has gathered: the one in use, and on average half of the next."""
 QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant for each block of 64
-weights, and a 32-bit one for each 256 of those constants."""
+"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
+and a 32-bit constant per 256 of those."""
 PINNED_BUFFERS = 1.1
-"""Host memory for offload beyond the tensors themselves: pinned staging buffers."""
+"""Host memory for offload relative to the tensors themselves: pinned staging buffers come on top."""
 
 
 def memory(plan: Plan, job: Job) -> Memory:
-    """What each part of the plan needs on one device."""
+    """Memory of a plan on its fullest device, by part."""
     return device_bytes(of_plan(plan, job))
 
 
 def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
-    """The fullest of the first and the last pipeline stage; the ones between hold less of everything."""
+    """Memory of the first or the last pipeline stage, whichever needs more; the stages between need less."""
     stages = [_stage(e, 0, cal)] if e.pp == 1 else [_stage(e, 0, cal), _stage(e, e.pp - 1, cal)]
     return max(stages, key=lambda stage: stage.total)
 
@@ -38,7 +38,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     """Memory of one pipeline stage."""
     params = _stage_params(e, index)
     layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
-    logits = activations.logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before the first layer's backward pass
+    logits = activations.logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before layers go backward
     parts = {
         "params": _param_bytes(e, params),
         "grads": _grad_bytes(e, params),
@@ -48,7 +48,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),
     }
-    if e.cluster.device.backend == "cpu":  # elsewhere the host has it
+    if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += _exchange_bytes(e, params)
     kept = activations.kept_bytes(e, layers, _in_flight(e, index))
     parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
@@ -60,18 +60,18 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
 
 
 def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> float:
-    """Activations at the fullest moment, beyond logits and gradients that count by themselves.
+    """Activation bytes at the peak, not counting logits and gradients, which are parts of their own.
 
-    That is the end of the forward pass, with logits, or the backward pass of a layer. DeepSpeed drops gradients after
-    the update, so with one micro-batch they come only as activations go; a stage that gets gradients from the next one
-    holds these besides.
+    The peak is the end of the forward pass, with logits, or the backward pass of a layer. DeepSpeed frees gradients
+    after the update, so with one micro-batch they grow only as activations are freed. A stage that receives gradients
+    from the next one also holds these.
     """
     live, logits, grads = activations.live_bytes(e), parts["logits"], parts["grads"]
     tail = logits
-    if e.drops_gradients and logits:  # our own runs: the last norm comes between logits and layers
+    if e.drops_gradients and logits:  # the toolkit's own runs: the final norm is between logits and layers
         norm = activations.last_norm_bytes
         tail = logits + norm(e, activations.LAST_NORM_KEPT)
-        if e.pp == 1:  # a pipeline's last stage has let go of the logits' gradients by then
+        if e.pp == 1:  # the last stage of a pipeline has freed the gradients of the logits by then
             tail = max(tail, norm(e, activations.LAST_NORM_LIVE))
     if e.drops_gradients and not last:
         kept += activations.ARRIVED * activations.layer_input_bytes(e)
@@ -86,7 +86,7 @@ def _last_layers(e: Execution) -> int:
 
 
 def _stage_params(e: Execution, index: int) -> float:
-    """Parameters of a stage on one tensor-parallel rank; experts are spread over `ep` ranks."""
+    """Parameters of a stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
     model = e.model
     layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
     total = layers * e.mean_layer_params
@@ -105,35 +105,35 @@ def _remote_experts(e: Execution) -> float:
 
 
 def _routed_params(e: Execution) -> int:
-    """Parameters of a mixture layer's routed experts."""
+    """Parameters of the routed experts of one mixture layer."""
     return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
 def _param_bytes(e: Execution, params: float) -> float:
-    """Weights in the training precision; hpZ holds a second copy inside its group."""
+    """Bytes of the weights in the training precision; hpZ keeps a second copy inside its group."""
     second = e.element_bytes * params / e.zero_group if _has_second_copy(e, params) else 0.0
     if e.offload.endswith("_params"):
         return second
     if e.quantized_base:
         return params * _quantized_width(e) + e.element_bytes * params * e.trained_share
-    if e.zero_stage < 3 or e.pp > 1:  # with a pipeline, gathered parameters stay for the step
+    if e.zero_stage < 3 or e.pp > 1:  # in a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
     return e.element_bytes * params / state_shards(e) + second
 
 
 def _quantized_width(e: Execution) -> float:
-    """Bytes of a parameter, averaged: linear layers are in 4 bits; tables, heads and fused experts are not."""
+    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
     linear = sum(e.model.layer_params) - e.model.moe_layers * _routed_params(e)
     return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
 
 
 def _has_second_copy(e: Execution, params: float) -> bool:
-    """hpZ copies a parameter when it is first released, which does not happen while all stay gathered."""
+    """Whether hpZ makes its second copy: only when a parameter is first released, so not while all stay gathered."""
     return e.zero_stage == 3 and e.zero_variant == "hpz" and params > LIVE_ELEMENTS
 
 
 def _grad_bytes(e: Execution, params: float) -> float:
-    """Gradients of trained weights; ZeRO 2 and 3 keep the own shard; offload moves it to the host."""
+    """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share
     width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
     if e.zero_stage < 2 or e.pp > 1:
@@ -142,7 +142,7 @@ def _grad_bytes(e: Execution, params: float) -> float:
 
 
 def _state_bytes(e: Execution, params: float) -> float:
-    """fp32 master weights and moments of trained weights, before sharding; fp32 training needs no second copy."""
+    """Bytes of fp32 master weights and moments before sharding; fp32 training without ZeRO needs no second copy."""
     if not e.master_weights:
         return e.element_bytes * MOMENTS[e.optimizer] * params * e.trained_share
     master = 0 if e.element_bytes == 4 and e.zero_stage == 0 else 4
@@ -150,7 +150,7 @@ def _state_bytes(e: Execution, params: float) -> float:
 
 
 def _in_flight(e: Execution, index: int) -> float:
-    """Micro-batches whose activations a stage holds under 1F1B; interleaving holds some more."""
+    """Micro-batches whose activations a stage holds under 1F1B; interleaving holds a few more."""
     if e.pp == 1:
         return 1.0
     held = min(e.grad_accum, e.pp - index)
@@ -158,9 +158,9 @@ def _in_flight(e: Execution, index: int) -> float:
 
 
 def _gathered(e: Execution) -> float:
-    """ZeRO 3: the layer in use and the next one; DeepSpeed keeps more where it will be used again soon.
+    """Bytes of gathered weights. ZeRO 3: the layer in use and the next one; DeepSpeed keeps more for early reuse.
 
-    A matrix of 4 bits is made whole where it is multiplied with.
+    QLoRA: a 4-bit matrix is dequantised for its matmul.
     """
     if e.quantized_base:
         return e.element_bytes * e.model.hidden * max(e.model.ffn, e.model.hidden)
@@ -173,12 +173,12 @@ def _gathered(e: Execution) -> float:
 
 
 def _buffers(e: Execution, params: float) -> float:
-    """Reduction buckets, allocated whole: two of them where reduction runs beside the backward pass."""
+    """Bytes of the reduction buckets, allocated in full; two of them if reduction overlaps with the backward pass."""
     if e.zero_stage == 0 or (e.replicas == 1 and not e.drops_gradients):
         return 0.0
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
     buckets = 2 if e.software.dp_overlap else 1
-    if e.drops_gradients:  # DeepSpeed allocates them even where there is nothing to reduce
+    if e.drops_gradients:  # DeepSpeed 0.19.8 allocates them even if there is nothing to reduce
         return buckets * width * _own_bucket(e)
     return buckets * width * min(BUCKET_ELEMENTS, _largest_bucket(e), params * e.trained_share)
 
@@ -188,7 +188,7 @@ def _own_bucket(e: Execution) -> float:
 
 
 def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
-    """What the update needs beyond what the backward pass has freed: fp32 gradients, and a flat copy on the wire."""
+    """Bytes that the update needs beyond what the backward pass has freed: fp32 gradients and a flat send buffer."""
     if e.offload != "none" or not e.master_weights:
         return 0.0
     trained = params * e.trained_share
@@ -200,7 +200,7 @@ def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
 
 
 def _freed(e: Execution, parts: dict[str, float]) -> float:
-    """What the backward pass has given back when the update begins; ZeRO 3 still holds gathered parameters then."""
+    """Bytes that the backward pass has freed when the update begins; ZeRO 3 still holds gathered parameters."""
     freed = parts["activations"] + parts["logits"]
     if not e.drops_gradients:
         return freed + parts["gathered"]
@@ -209,12 +209,12 @@ def _freed(e: Execution, parts: dict[str, float]) -> float:
 
 
 def _largest_bucket(e: Execution) -> float:
-    """ZeRO 3 reduces layer by layer: a bucket never holds more than two layers."""
+    """Largest bucket in use: ZeRO 3 reduces layer by layer, so a bucket never holds more than two layers."""
     return 2 * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else BUCKET_ELEMENTS
 
 
 def _overhead(e: Execution, live: float, cal: Calibration) -> float:
-    """Context, collectives' buffers and fragmentation; on a CPU memory is counted as live tensor bytes."""
+    """Bytes of context, communication buffers and fragmentation; on a CPU only live tensor bytes count."""
     if e.cluster.device.backend == "cpu":
         return 0.0
     fixed = cal.context_bytes + (cal.collective_bytes if e.cluster.devices > 1 else 0.0)
@@ -222,7 +222,7 @@ def _overhead(e: Execution, live: float, cal: Calibration) -> float:
 
 
 def _host_bytes(e: Execution, params: float) -> float:
-    """Memory of one node's host for what its devices offload to it: states, gradients, weights, pinned buffers."""
+    """Bytes on the host of one node for what its devices offload: states, gradients, weights, pinned buffers."""
     ranks = min(e.cluster.devices_per_node, e.cluster.devices)
     outer = 0.0 if e.cluster.device.backend == "cpu" else _exchange_bytes(e, params) * ranks
     if not e.offload.startswith("cpu"):
@@ -235,5 +235,5 @@ def _host_bytes(e: Execution, params: float) -> float:
 
 
 def _exchange_bytes(e: Execution, params: float) -> float:
-    """What a rank keeps of what islands share: its part of the weights, and the outer optimizer's states."""
+    """Bytes per rank for the exchange between islands: its part of the weights, and the outer optimizer states."""
     return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0

@@ -1,7 +1,7 @@
-"""The operators of one decoder layer, and what each costs on one device.
+"""The operators of one decoder layer, and the time of each on one device.
 
-Matmuls run at a share of the best measured rate, attention at a share of the published kernel rates, everything
-else at a share of the memory bandwidth over the bytes that it reads and writes, counted operator by operator.
+Matmuls run at a share of the best measured rate, and attention at a share of the published kernel rates. Everything
+else is limited by memory bandwidth: the bytes that it reads and writes are counted operator by operator.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from toolkit.clusters.devices import Device
 from toolkit.cost.calibration import Calibration
@@ -18,24 +17,24 @@ from toolkit.cost.software import Software
 TILE = 128
 """Side of a matmul's output tile on one multiprocessor (cuBLAS' usual large tile)."""
 FLASH_SHARE = {1: 0.35, 2: 0.60, 3: 0.55}
-"""Share of a data-sheet peak that attention kernels reach on long causal sequences, forward and backward.
+"""Share of the data-sheet peak that attention kernels reach on long causal sequences, forward and backward.
 
 FlashAttention 1 and 2: arXiv 2307.08691, A100; generation 3 on Hopper: arXiv 2407.08608."""
 AMPERE_KERNEL_ON_HOPPER = 0.55
-"""FlashAttention 1 and 2 do not use Hopper's asynchronous matmuls: 35% of an H100 against 60-70% of an A100 (ibid.)."""
+"""FlashAttention 1 and 2 do not use Hopper's asynchronous matmuls: 35% of an H100, 60-70% of an A100 (ibid.)."""
 FLASH_HALF_SEQ = 800.0
 """Sequence length at which causal attention reaches half of its long-sequence rate (ibid., figures 4-6)."""
 HOPPER_PEAK = 6e14
 """Peak above which a device is of Hopper's generation or later."""
 H100_WATTS_PER_FLOP = 700 / 989e12
-"""Watts behind a peak FLOP a second that let a matmul hold its measured rate in training."""
+"""Watts per peak FLOP/s with which a matmul sustains its measured rate in training."""
 FP32_SHARE = 1 / 16
 """Rate of fp32 without TF32 relative to bf16 (A100: 19.5 of 312, H100: 67 of 989)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer's cost depends on."""
+    """Sizes of a layer that its cost depends on."""
 
     hidden: int
     heads: int
@@ -54,7 +53,7 @@ class Slice:
 
     micro_batch: int
     seq_len: int
-    """Whole sequence: what attention sees."""
+    """Tokens of the full sequence, which attention sees."""
     parts: int = 1
     """Devices that share one sequence (context or sequence parallel)."""
     tp: int = 1
@@ -91,7 +90,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Both passes."""
+    """Cost of the forward and the backward pass of a layer."""
 
     forward: Pass
     backward: Pass
@@ -124,7 +123,7 @@ def head_cost(hidden: int, vocab: int, part: Slice, device: Device, software: So
 
 
 def matmul_rate(device: Device, part: Slice, cal: Calibration) -> float:
-    """FLOPs a second that large matmuls hold in training."""
+    """FLOPs per second that large matmuls sustain in training."""
     rate = device.fp8_matmul_flops if part.fp8 and device.fp8_matmul_flops else device.matmul_flops
     if part.element_bytes == 4 and device.backend != "cpu":
         rate *= FP32_SHARE
@@ -133,14 +132,14 @@ def matmul_rate(device: Device, part: Slice, cal: Calibration) -> float:
 
 @lru_cache(maxsize=256)
 def power_share(device: Device, cal: Calibration) -> float:
-    """What is left of short-run rates when the power limit is low for the peak (B200, capped H100)."""
+    """Share of the short-run rate that remains if the power limit is low for the peak (B200, capped H100)."""
     if not device.watts:
         return 1.0
     return float(min(1.0, device.watts / device.peak_flops / H100_WATTS_PER_FLOP) ** cal.power)
 
 
 def gemm_seconds(m: float, n: float, k: float, part: Slice, device: Device, cal: Calibration) -> float:
-    """A matmul of m×k by k×n: half a wave of tiles is lost on average, and more where sides don't fit the tiles."""
+    """Seconds of a matmul of m×k by k×n: half a wave of tiles is lost on average, more if sides do not fit."""
     tiles = max(1.0, m / TILE) * max(1.0, n / TILE)
     waves = 1.0 + 0.5 * device.multiprocessors / tiles if device.backend != "cpu" else 1.0
     aligned = 1.0 if n % 64 == 0 and k % 64 == 0 else cal.misaligned
@@ -148,7 +147,7 @@ def gemm_seconds(m: float, n: float, k: float, part: Slice, device: Device, cal:
 
 
 def _linear(m: float, n: float, k: float, part: Slice, device: Device, cal: Calibration) -> tuple[float, float]:
-    """Forward and backward of a linear layer; frozen weights have no weight gradient."""
+    """Seconds of the forward and backward pass of a linear layer; frozen weights have no weight gradient."""
     forward = gemm_seconds(m, n, k, part, device, cal)
     inputs = gemm_seconds(m, k, n, part, device, cal)
     weights = 0.0 if part.frozen else gemm_seconds(n, k, m, part, device, cal)
@@ -163,7 +162,7 @@ def _attention_sides(shape: LayerShape, tp: int) -> list[tuple[float, float]]:
 
 
 def _mlp(shape: LayerShape, part: Slice, device: Device, cal: Calibration) -> list[tuple[float, float]]:
-    """(forward, backward) of the MLP's matmuls: the dense or shared one, then the routed experts on this device."""
+    """(forward, backward) seconds of each MLP matmul: the dense or shared MLP, then the experts on this device."""
     costs = _mlp_pair(part.tokens, shape.ffn, shape, part, device, cal) if shape.ffn else []
     if shape.experts:
         local = shape.experts / part.ep
@@ -176,14 +175,14 @@ def _mlp(shape: LayerShape, part: Slice, device: Device, cal: Calibration) -> li
 def _mlp_pair(
     tokens: float, ffn: int, shape: LayerShape, part: Slice, device: Device, cal: Calibration
 ) -> list[tuple[float, float]]:
-    """Up (with the gate, if there is one) and down."""
+    """Seconds of the up projection (with the gate, if there is one) and of the down projection."""
     inner = ffn / part.tp
     up = _linear(tokens, (2 if shape.gated else 1) * inner, shape.hidden, part, device, cal)
     return [up, _linear(tokens, shape.hidden, inner, part, device, cal)]
 
 
 def _flash(shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration) -> tuple[float, float]:
-    """Causal attention that stores no scores: half of the square, and 2.5 times as much backward."""
+    """Seconds of causal attention without stored scores: half of the square, and 2.5 times as much backward."""
     flops = 2.0 * part.tokens * part.seq_len * shape.heads * shape.head_dim / part.tp
     share = FLASH_SHARE[software.flash] * cal.attention * power_share(device, cal)
     if software.flash < 3 and device.peak_flops > HOPPER_PEAK:
@@ -196,7 +195,7 @@ def _flash(shape: LayerShape, part: Slice, device: Device, software: Software, c
 def _scores(
     shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration
 ) -> tuple[float, float]:
-    """Attention that stores its scores: batched matmuls over the full square, and passes over the scores."""
+    """Seconds of attention with stored scores: batched matmuls over the full square, and passes over the scores."""
     scores = part.tokens * part.seq_len * shape.heads / part.tp
     byte = scores / _stream_rate(device, cal)
     aligned = 1.0 if shape.head_dim % 8 == 0 else 0.5  # tensor cores want 16-byte rows
@@ -210,39 +209,40 @@ def _stream_rate(device: Device, cal: Calibration) -> float:
     return device.memory_bytes_per_second * cal.stream
 
 
-if TYPE_CHECKING:
-    pass
-
 NORM_FUSED = (4.0, 10.0)
-"""Read and write; backward: input, gradient and output, then both again for the weight's gradient."""
+"""Bytes per element of a fused norm: read and write; backward three tensors, then two for the weight gradient."""
 NORM_RMS_EAGER = (34.0, 50.0)
-"""to fp32 (2+4), square (4+4), mean (4), scale (4+4), to 16 bits (4+2), weight (2+2), and the chain back."""
+"""Bytes per element of eager RMSNorm: to fp32 (2+4), square (4+4), mean (4), scale (4+4), to 16 bits (4+2), weight
+(2+2), and the same chain backward."""
 RESIDUAL = {"eager": (6.0, 6.0), "kernels": (6.0, 6.0), "compiled": (4.0, 4.0)}
-"""Add: two reads, a write; back: the sum of two gradients. Compiled code joins it to the norm."""
+"""Bytes per element of a residual sum: two reads and a write; compiled code fuses it with the norm."""
 RESIDUAL_DROPOUT = (7.0, 9.0)
-"""With bias, dropout and its 1-byte mask in one kernel (Megatron)."""
+"""Bytes per element with bias, dropout and its 1-byte mask in one kernel (Megatron)."""
 ROPE = {"eager": 18.0, "kernels": 4.0, "compiled": 4.0}
-"""rotate_half (2+2), two products (8), sum (4+2); fused: read and write. The same backward."""
+"""Bytes per element of rotary embedding, in each pass: rotate_half (2+2), two products (8), sum (4+2); fused: read
+and write."""
 PLAIN_ACTIVATION = (4.0, 6.0)
 GATED_ACTIVATION = {"eager": (10.0, 16.0), "kernels": (10.0, 16.0), "compiled": (6.0, 10.0)}
-"""silu (2+2) and product (4+2); backward 3 and 5 passes; fused: gate and up in, one out."""
+"""Bytes per element of a gated activation: silu (2+2) and product (4+2); backward 3 and 5 passes; fused: two reads, one
+write."""
 FP8_CAST = 3.0
-"""Read 16 bits and write 8 for each side of an 8-bit matmul."""
+"""Bytes per element of a cast for an fp8 matmul: read 16 bits, write 8."""
 SOFTMAX = {"eager": (12.0, 12.0), "kernels": (4.0, 6.0), "compiled": (4.0, 6.0)}
-"""Scale, mask and softmax over the scores: one fused kernel, or four passes."""
+"""Bytes per score of scale, mask and softmax: one fused kernel, or four passes."""
 DROPOUT = 5.0
-"""Read, write and a 1-byte mask."""
+"""Bytes per element of dropout: read, write and a 1-byte mask."""
 HEAD = {"eager": (20.0, 18.0), "kernels": (36.0, 18.0), "compiled": (6.0, 6.0)}
-"""Loss over the logits: to fp32 and log-softmax in torch; Megatron's vocabulary-parallel loss takes nine passes."""
+"""Bytes per logit of the loss: fp32 cast and log-softmax in torch; nine passes in Megatron's parallel loss."""
 KERNELS = {"eager": 30, "kernels": 25, "compiled": 15}
-"""Launches of a forward layer of the GPT family; eager RMSNorm and rotary add 20."""
+"""Kernel launches of the forward pass of a GPT layer."""
 EAGER_LLAMA_KERNELS = 20
+"""Further launches for eager RMSNorm and rotary embedding."""
 EXPERT_KERNELS = 6
-"""Launches for each expert where experts run one after the other."""
+"""Launches per expert if experts run one after the other."""
 
 
 def layer_stream_bytes(shape: LayerShape, part: Slice, software: Software) -> tuple[float, float]:
-    """Bytes for one token, forward and backward."""
+    """Bytes per token that element-wise operators of a layer read and write, forward and backward."""
     residual = _residual_bytes(shape, software)
     inner = _inner_bytes(shape, part, software)
     scale = part.element_bytes / 2
@@ -251,33 +251,33 @@ def layer_stream_bytes(shape: LayerShape, part: Slice, software: Software) -> tu
 
 
 def head_stream_bytes(software: Software) -> tuple[float, float]:
-    """Bytes for one logit, forward and backward."""
+    """Bytes per logit that the loss reads and writes, forward and backward."""
     return HEAD[software.fusion]
 
 
 def softmax_bytes(software: Software) -> tuple[float, float]:
-    """Bytes for one attention score, forward and backward, where scores are stored."""
+    """Bytes per stored attention score that softmax and dropout read and write, forward and backward."""
     forward, backward = SOFTMAX[software.fusion]
     extra = DROPOUT if software.dropout else 0.0
     return forward + extra, backward + extra
 
 
 def kernels_per_layer(shape: LayerShape, part: Slice, software: Software) -> int:
-    """Launches of one forward pass."""
+    """Kernel launches of one forward pass through a layer."""
     llama = EAGER_LLAMA_KERNELS if software.fusion == "eager" and shape.gated else 0
     experts = EXPERT_KERNELS * shape.experts // part.ep if software.fusion == "eager" else 0
     return KERNELS[software.fusion] + llama + experts
 
 
 def _residual_bytes(shape: LayerShape, software: Software) -> tuple[float, float]:
-    """Two norms and two residual sums, for one element of the residual stream."""
+    """Bytes per element of the residual stream for two norms and two residual sums."""
     norm = NORM_RMS_EAGER if software.fusion == "eager" and shape.gated else NORM_FUSED
     residual = RESIDUAL_DROPOUT if software.dropout else RESIDUAL[software.fusion]
     return 2 * (norm[0] + residual[0]), 2 * (norm[1] + residual[1])
 
 
 def _inner_bytes(shape: LayerShape, part: Slice, software: Software) -> tuple[float, float]:
-    """Rotary embedding, attention's inputs and outputs, activation, casts: what tensor parallelism divides."""
+    """Bytes per token that tensor parallelism divides: rotary embedding, attention tensors, activation, casts."""
     q = shape.heads * shape.head_dim / part.tp
     kv = max(shape.kv_heads / part.tp, 1) * shape.head_dim
     rope = ROPE[software.fusion] if shape.gated else 0.0

@@ -1,4 +1,4 @@
-"""Seconds of the weight update, gradient accumulation and offload included."""
+"""Time of the optimizer step, including gradient accumulation and offload."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from toolkit.cost.execution import Execution
 MOMENTS = {
     "adamw": 2, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0, "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3,
 }  # fmt: skip
-"""fp32 tensors an optimizer keeps for each parameter, master weights not counted."""
+"""fp32 values that an optimizer keeps per parameter, without the master weight."""
 UPDATE_BYTES = 14.0
-"""Read the gradient (2), read and write the master (8), write the 16-bit weight (2), read it for the norm (2)."""
+"""Bytes per parameter: read the gradient (2), read and write the master (8), write the 16-bit weight (2), norm (2)."""
 MOMENT_BYTES = 8.0
-"""Read and write of one fp32 moment."""
+"""Bytes per fp32 moment: read and write."""
 HOST_UPDATE_BYTES_PER_SECOND = 60e9
-"""What one node's host moves while its processes update (DDR4 server; DeepSpeed's CPU Adam is bound by memory)."""
+"""Memory bandwidth of one host during an update on a DDR4 server; DeepSpeed's CPU Adam is limited by it."""
 NVME_BYTES_PER_SECOND = 6e9
-"""One node's local disks together, reading or writing."""
+"""Total rate of the local NVMe disks of one node, reading or writing."""
 
 
 def optimizer_seconds(e: Execution, cal: Calibration) -> float:
-    """Update of this rank's shard, and summing the gradients of several micro-batches."""
+    """Seconds per step to update this rank's shard and to sum the gradients of several micro-batches."""
     rate = e.cluster.device.memory_bytes_per_second * cal.stream
     trained = stage_params(e) * e.trained_share
     shard = trained / state_shards(e)
@@ -33,19 +33,19 @@ def optimizer_seconds(e: Execution, cal: Calibration) -> float:
 
 
 def update_bytes(optimizer: str) -> float:
-    """Bytes that one update moves for a parameter; Adam: 30."""
+    """Bytes that an update reads and writes per parameter; 30 for Adam."""
     return UPDATE_BYTES + MOMENT_BYTES * MOMENTS[optimizer]
 
 
 def state_shards(e: Execution) -> int:
-    """Ranks over which optimizer states are spread; hpZ spreads them over all replicas."""
+    """Ranks that optimizer states are sharded over; with hpZ, all replicas."""
     if e.zero_stage == 0:
         return 1
     return e.replicas if e.zero_variant == "hpz" else min(e.zero_group, e.replicas)
 
 
 def _offloaded(e: Execution, shard: float) -> float:
-    """Gradients of every micro-batch to the host, weights back, the host's update, and the disk's for states there."""
+    """Seconds with offload: gradients to the host, weights back, the update on the host, and disk traffic."""
     link = e.cluster.device.host_bytes_per_second
     on_node = min(e.cluster.devices_per_node, e.cluster.devices)
     total = (e.grad_accum + 1) * e.element_bytes * shard / link

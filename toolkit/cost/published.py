@@ -1,4 +1,4 @@
-"""Published measurements: a row of a CSV file becomes an execution, or a reason why it can't be scored."""
+"""Published measurements: turn a row of a CSV file into an execution, or a reason why it can't be scored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUIRED = (
     "source_id", "model", "n_layers", "hidden", "ffn", "heads", "vocab", "seq_len", "gpu", "n_gpus", "tp", "pp", "dp",
     "zero_stage", "micro_batch", "global_batch", "precision", "act_ckpt", "framework", "step_time_s_derived",
 )  # fmt: skip
-"""Columns without which nothing can be predicted; the others have a usual value."""
+"""Columns required for a prediction; the others have default values."""
 NUMBERS = (
     "n_layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len", "gpu_mem_gb", "n_gpus", "gpus_per_node",
     "inter_gbps_per_gpu", "tp", "pp", "vpp", "cp", "dp", "shard_group", "zero_stage", "micro_batch", "grad_accum",
@@ -40,13 +40,13 @@ CHECKPOINTING = (
     (r"selective|attention|attn|core", RECOMPUTE["selective"]),
     (r"full|^1$|true|yes|layer|block|uniform", RECOMPUTE["full"]),
 )
-"""Words of an activation-checkpointing cell, the first that matches counts; anything else keeps everything."""
+"""Patterns for the activation-checkpointing cell; the first match counts, and no match means no recompute."""
 GATED_FAMILIES = re.compile(r"llama|mistral|mixtral|qwen|gemma|internlm|deepseek|olmo|yi-")
-"""Model names that mean a gated MLP where the column is silent."""
+"""Model names that imply a gated MLP if the column is empty."""
 PCIE_GB_PER_SECOND = {"3": 12, "4": 25, "5": 50}
-"""What a PCIe generation carries between two devices of a node, one direction."""
+"""Bandwidth of a PCIe generation between two devices of a node, in one direction."""
 LARGEST_LINK_DOMAIN = 64
-"""Ranks of a job inside an NVL72 domain: what powers of two leave of 72."""
+"""Ranks of a job inside an NVL72 domain: the largest power of two up to 72."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,17 @@ class PublishedRow:
     cells: Mapping[str, str]
 
     def text(self, column: str) -> str:
-        """A cell, without blanks around it."""
+        """A cell, stripped of blanks."""
         return (self.cells.get(column) or "").strip()
 
     def number_of(self, column: str) -> float | None:
-        """A cell as a number; None where nothing is stated, or nothing that could be: no column is below zero."""
+        """A cell as a number; None if it is empty, negative or infinite."""
         text = self.text(column).replace(",", "")
         value = None if text.lower() in MISSING else float(text)
         return value if value is not None and 0 <= value < math.inf else None
 
     def count(self, column: str, default: int = 1) -> int:
-        """A cell as a whole number of at least 1."""
+        """A cell as an integer of at least 1; `default` if it states none."""
         value = self.number_of(column)
         return default if value is None or value < 1 else round(value)
 
@@ -77,7 +77,7 @@ class NotScorable(Exception):
 
 
 def read_rows(path: Path) -> list[PublishedRow]:
-    """All rows; `BadInput` names missing columns, and row and column of each cell that should be a number."""
+    """All rows; raises `BadInput` that names missing columns, and cells that should be numbers."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -95,7 +95,7 @@ def read_rows(path: Path) -> list[PublishedRow]:
 
 
 def _texts(cells: Mapping[str | None, object]) -> dict[str, str]:
-    """Named cells only: a line may be longer or shorter than the header."""
+    """Cells with a column name: a line may be longer or shorter than the header."""
     return {column: text for column, text in cells.items() if column is not None and isinstance(text, str)}
 
 
@@ -110,7 +110,7 @@ def _text_in_numbers(rows: list[PublishedRow]) -> Iterator[Problem]:
 
 
 def execution_of(row: PublishedRow) -> Execution:
-    """The execution that a row describes; `NotScorable` where that can't be told."""
+    """The execution that a row describes; raises `NotScorable` if it states too little."""
     device = _device(row)
     cluster = _cluster(row, device)
     tp, pp, cp = row.count("tp"), row.count("pp"), row.count("cp")
@@ -137,7 +137,7 @@ def execution_of(row: PublishedRow) -> Execution:
 
 
 def measured_seconds(row: PublishedRow) -> float | None:
-    """Seconds a step: stated, or from tokens a second."""
+    """Measured seconds per step: stated, or derived from tokens per second; None if neither is there."""
     for column in ("step_time_s_derived", "step_time_s"):
         value = row.number_of(column)
         if value is not None and value > 0:
@@ -170,7 +170,7 @@ def model_of(row: PublishedRow) -> ModelSpec:
 
 
 def recompute_of(text: str) -> Recompute:
-    """What an activation-checkpointing cell says."""
+    """The recompute that an activation-checkpointing cell describes."""
     lowered = text.strip().lower()
     if lowered in NO or lowered in MISSING:
         return RECOMPUTE["none"]
@@ -213,7 +213,7 @@ def _cluster(row: PublishedRow, device: Device) -> Cluster:
 
 
 def _link(text: str, device: Device) -> float:
-    """Bytes a second between devices of a node: stated for both directions, a PCIe generation, or the kind's."""
+    """Bytes per second between devices of a node: as stated (both directions), by PCIe generation, or of the kind."""
     stated = re.search(r"\((\d+) ?GB/s\)", text)
     if stated:
         return float(stated[1]) / 2 * GB
@@ -224,21 +224,21 @@ def _link(text: str, device: Device) -> float:
 
 
 def _batches(row: PublishedRow, dp: int, pp: int) -> tuple[int, int]:
-    """Micro-batch and micro-batches a step; what is missing follows from the global batch."""
+    """Micro-batch and micro-batches per step; a missing value follows from the global batch."""
     batch, micro, accum = row.number_of("global_batch"), row.number_of("micro_batch"), row.number_of("grad_accum")
     if batch is None:
         if micro is None:
             raise NotScorable("global_batch and micro_batch not stated")
         return max(1, round(micro)), max(1, round(accum or 1))
     share = batch / dp
-    if micro is None or micro < 1:  # torch's pipelines cut a batch into as many pieces as there are stages
+    if micro is None or micro < 1:  # torch's pipelines split a batch into as many micro-batches as there are stages
         micro = share / accum if accum else share / pp if pp > 1 and share % pp == 0 else 1
     micro = max(1, round(micro))
     return micro, max(1, round(share / micro))
 
 
 def _flash(row: PublishedRow, device: Device) -> bool:
-    """Unknown and selective recompute: scores were stored, or there would be nothing to recompute."""
+    """Whether flash attention ran. If unknown with selective recompute: no, or there would be nothing to recompute."""
     text = row.text("flash_attn").lower()
     if device.name.startswith("V100") or text in NO:
         return False
@@ -246,7 +246,7 @@ def _flash(row: PublishedRow, device: Device) -> bool:
 
 
 def _bubble_share(schedule: str) -> float:
-    """Zero-bubble schedules fill the bubble with weight gradients: a third is left, or almost nothing."""
+    """Share of the bubble that remains: zero-bubble schedules fill most of it with weight gradients."""
     if re.search(r"zbv|zb-?v|dualpipe", schedule):
         return 0.05
     return 1 / 3 if re.search(r"zb|zero.?bubble", schedule) else 1.0

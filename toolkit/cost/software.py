@@ -1,4 +1,4 @@
-"""What the training software does with the hardware, as explicit flags; a framework's name only chooses the flags."""
+"""How training software uses the hardware, as explicit flags; the name of a framework only selects flags."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ class Software:
     """How a training framework runs a layer and hides its communication."""
 
     fusion: str = "eager"
-    """`eager`: each operator passes over memory; `kernels`: hand-fused norms and softmax; `compiled`: all fused."""
+    """`eager`: one pass over memory per operator; `kernels`: hand-fused norms and softmax; `compiled`: all fused."""
     flash: int = 2
     """Generation of the attention kernel: 0 stores scores, 1 and 2 FlashAttention, 3 Hopper kernels (FA 3, cuDNN)."""
     tp_overlap: bool = False
-    """Whether tensor-parallel collectives run in slices beside their matmul (userbuffers, asynchronous TP)."""
+    """Whether tensor-parallel collectives are sliced and overlap with their matmul (userbuffers, asynchronous TP)."""
     dp_overlap: bool = True
-    """Whether gradient and parameter traffic runs beside compute."""
+    """Whether gradient and parameter traffic overlaps with compute."""
     pp_overlap: bool = False
-    """Whether sends between pipeline stages run beside compute."""
+    """Whether sends between pipeline stages overlap with compute."""
     grad_bytes: int = 2
-    """Bytes of a gradient element as it is reduced."""
+    """Bytes per gradient element in a reduction."""
     dropout: bool = False
     """Whether hidden and attention dropout are applied (GPT-2 era recipes)."""
     zero_messages: int = 1
-    """Most collectives in which ZeRO 3 moves one layer: 1 for a flat layer (FSDP), one a tensor in DeepSpeed."""
+    """Collectives per layer under ZeRO 3: 1 for a flat layer (FSDP), one per tensor in DeepSpeed."""
     zero_link_share: float = 1.0
-    """Share of a collective's bandwidth that ZeRO 3's gathers reach beside copying tensors to and from shards."""
+    """Share of the collective bandwidth that ZeRO 3 gathers reach while copying tensors to and from shards."""
     fp8_gather: bool = False
-    """Whether sharded parameters travel in 8 bits."""
+    """Whether sharded parameters are sent in 8 bits."""
 
 
 ZERO_TENSORS = 7
-"""Weight matrices of a layer, which DeepSpeed's ZeRO 3 fetches module by module; small tensors stay resident."""
+"""Weight matrices per layer, which DeepSpeed's ZeRO 3 fetches one by one; small tensors stay resident."""
 ZERO_TENSORS_THEN = 12
-"""Weights, biases and norms of a GPT layer, each moved by itself in the DeepSpeed of published figures."""
+"""Weights, biases and norms of a GPT layer, each sent separately by the DeepSpeed of published figures."""
 ZERO_LINK_SHARE_THEN = 0.3
-"""ZeRO 3 without model parallelism in SC21 (arXiv 2104.04473, table 2): 35-50 of 140 GB/s a node."""
+"""ZeRO 3 without model parallelism in SC21 (arXiv 2104.04473, table 2): 35-50 of 140 GB/s per node."""
 DEEPSPEED_HF = Software(
     fusion="eager", flash=2, tp_overlap=False, dp_overlap=True, grad_bytes=2, zero_messages=ZERO_TENSORS
 )
-"""DeepSpeed's engine around a Hugging Face model: what this toolkit runs."""
+"""DeepSpeed with a Hugging Face model: what this toolkit runs."""
 
 _COMPILED = re.compile(r"compil|thunder|xla|jax|maxtext|inductor")
 _MODERN = re.compile(r"nemo|bridge|megatron[- ]core|mcore|transformer ?engine|\bte\b|primus|megascale")
@@ -56,7 +56,7 @@ _HOPPER = re.compile(r"H\d00|GH|B\d00|GB|MI3")
 def software_of(
     framework: str, *, device: str, flash: bool, precision: str, pipeline: bool, zero_stage: int = 0
 ) -> Software:
-    """The flags that a framework's description stands for: general rules on its words."""
+    """The flags for a framework, derived from the words of its description."""
     name = framework.lower()
     modern = flash and bool(_MODERN.search(name))  # Megatron's successors always run fused attention
     fp8 = "fp8" in precision
@@ -75,7 +75,7 @@ def software_of(
 
 
 def _fusion(name: str, *, modern: bool, fp8: bool) -> str:
-    """torchtitan compiles unless it says `eager`; 8-bit training always comes with fused casts."""
+    """Degree of fusion: torchtitan compiles unless it says `eager`; fp8 training always has fused casts."""
     if modern or _COMPILED.search(name) or ("torchtitan" in name and "eager" not in name):
         return "compiled"
     return "kernels" if fp8 or _KERNELS.search(name) else "eager"

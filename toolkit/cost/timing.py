@@ -1,4 +1,4 @@
-"""Seconds a step, by part: closed formulas over plan, model, cluster and workload."""
+"""Seconds per step by part: closed formulas over plan, model, cluster and workload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolkit.plans.plan import Job, Plan
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs of a step by convention: 6 a parameter and token, and attention over the full square."""
+    """FLOPs per step by convention: 6 per parameter and token, and attention over the full square."""
     model, work = job.model, job.workload
     attention = 12 * model.layers * model.heads * model.head_dim * work.seq_len
     matmul_params = model.active_params - (0 if model.tied_embeddings else model.embedding_params)
@@ -22,7 +22,7 @@ def model_flops(job: Job) -> float:
 
 
 def hardware_flops(plan: Plan, job: Job) -> float:
-    """The same with what the backward pass computes again: a third of what a layer does, where all of it is."""
+    """FLOPs per step including recompute, which adds up to one more forward pass of the layers."""
     model, work, again = job.model, job.workload, of_plan(plan, job).recompute
     attention = 4 * model.layers * model.heads * model.head_dim * work.seq_len
     outside = model.head_params if model.tied_embeddings else model.embedding_params + model.head_params
@@ -31,13 +31,13 @@ def hardware_flops(plan: Plan, job: Job) -> float:
 
 
 def step_time(plan: Plan, job: Job) -> Time:
-    """What each part of the plan costs in one step."""
+    """Predicted seconds per step of a plan, by part."""
     return seconds(of_plan(plan, job))
 
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """One layer for one micro-batch, averaged over the model's kinds of layers; traffic is the exposed part."""
+    """Seconds per layer and micro-batch, averaged over dense and mixture layers; communication is exposed time."""
 
     forward: float
     backward: float
@@ -45,22 +45,22 @@ class LayerSeconds:
     tp: float
     sp: float
     zero: float
-    """ZeRO 3's gathers and reductions."""
+    """Gathers and reductions of ZeRO 3."""
 
     @property
     def compute(self) -> float:
-        """Forward, backward and what is computed again."""
+        """Forward, backward and recompute."""
         return self.forward + self.backward + self.repeat
 
     @property
     def total(self) -> float:
-        """With exposed traffic."""
+        """Compute and exposed communication."""
         return self.compute + self.tp + self.sp + self.zero
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The slowest pipeline stage for one micro-batch, and the mean over stages."""
+    """Seconds of the slowest pipeline stage for one micro-batch, and the mean over stages."""
 
     slowest: float
     mean: float
@@ -71,7 +71,7 @@ class Stages:
 
 
 def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
-    """What each part of an execution costs in one step."""
+    """Predicted seconds per step of an execution, by part."""
     head = head_cost(e.model.hidden, e.model.vocab, e.slice, e.cluster.device, e.software, cal)
     head_seconds = host_bound(head, e, cal)
     layer = layer_seconds(e, cal)
@@ -92,9 +92,10 @@ def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
 
 
 def _bubble_seconds(e: Execution, stages: Stages) -> float:
-    """What a pipeline's stages wait. Processes that share cores do not: one that waits makes the others faster.
+    """Seconds per step that pipeline stages wait.
 
-    Then a step takes the work of all cores, or its longest path with a core for each stage that is at work.
+    Processes that share cores lose less: while one waits, the others run faster. A step then takes the work of all
+    stages divided by the cores, or its longest path with one core per busy stage, whichever is longer.
     """
     if e.pp == 1:
         return 0.0
@@ -107,7 +108,7 @@ def _bubble_seconds(e: Execution, stages: Stages) -> float:
 
 
 def layer_seconds(e: Execution, cal: Calibration) -> LayerSeconds:
-    """One layer of the average kind."""
+    """Seconds of one layer, averaged over dense and mixture layers."""
     experts = e.model.moe_layers / e.model.layers
     dense = _one_layer(e, cal, experts=False) if experts < 1 else None
     mixed = _one_layer(e, cal, experts=True) if experts > 0 else None
@@ -131,7 +132,7 @@ def _one_layer(e: Execution, cal: Calibration, *, experts: bool) -> LayerSeconds
 
 
 def _repeat(e: Execution, cost: Pass, forward: float, cal: Calibration) -> float:
-    """Seconds of what the backward pass computes again in one layer."""
+    """Seconds of recompute in the backward pass of one layer."""
     share = e.recompute
     if share.matmul == share.attention == share.stream == 1:
         return forward
@@ -141,18 +142,18 @@ def _repeat(e: Execution, cost: Pass, forward: float, cal: Calibration) -> float
 
 
 def host_bound(cost: Pass, e: Execution, cal: Calibration) -> float:
-    """Device time, but no less than the host needs to start the operators; a CPU does both in turn."""
+    """Device time, but at least the time that the host needs to launch the operators; a CPU does both in turn."""
     if e.cluster.device.backend == "cpu":
         return cost.device + cost.kernels * CPU_LAUNCH_SECONDS
     return max(cost.device, cost.kernels * cal.launch_seconds)
 
 
 CPU_LAUNCH_SECONDS = 15e-6
-"""Dispatch of one operator where the host is also the device (torch on CPU, measured: 5-20 µs with autograd)."""
+"""Dispatch time per operator on a CPU, where the host is the device (torch with autograd, measured: 5-20 µs)."""
 
 
 def _stages(e: Execution, layer: LayerSeconds, head: float) -> Stages:
-    """The last stage holds the output head; it may have fewer layers than the others."""
+    """The slowest stage: the last one, which has the output head and maybe fewer layers, or any other."""
     layers, longest = e.model.layers, e.layers_per_stage
     mean = (layers * layer.total + head) / e.pp
     if e.pp == 1:

@@ -1,4 +1,4 @@
-"""Predictions against published measurements: error by source, bias, and whether we would choose the right plan."""
+"""Compare predictions with published measurements: error and bias by source, and the quality of the ranking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAME_JOB = (
     "source_id", "model", "n_layers", "hidden", "seq_len", "gpu", "gpu_mem_gb", "n_gpus", "global_batch", "precision",
     "framework",
 )  # fmt: skip
-"""Columns that make two rows plans for the same job."""
+"""Columns in which two rows must agree to be plans for the same job."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ class Case:
     row: PublishedRow
     execution: Execution
     seconds: float | None
-    """Measured seconds a step."""
+    """Measured seconds per step."""
     memory_gib: float | None
     """Measured memory of the fullest device."""
 
     @property
     def source(self) -> str:
-        """Where the row comes from."""
+        """Source of the row."""
         return self.row.text("source_id")
 
 
 @dataclass(frozen=True)
 class Score:
-    """A case with what the cost model says."""
+    """A case with the predictions of the cost model."""
 
     case: Case
     predicted_seconds: float
@@ -63,7 +63,7 @@ class Score:
 
 
 def validate(csv_path: str | Path, cal: Calibration = CALIBRATION) -> dict[str, Any]:
-    """The JSON contract of `toolkit validate`; every error is a fraction."""
+    """The output of `toolkit validate --json`; every error is a fraction."""
     rows = read_rows(Path(csv_path))
     cases, unscored = read_cases(rows)
     scores = [score(case, cal) for case in cases]
@@ -84,7 +84,7 @@ def validate(csv_path: str | Path, cal: Calibration = CALIBRATION) -> dict[str, 
 
 
 def read_cases(rows: Iterable[PublishedRow]) -> tuple[list[Case], Counter[str]]:
-    """Rows that can be scored, and how many can't for each reason."""
+    """Rows that can be scored, and the number of others by reason."""
     cases: list[Case] = []
     unscored: Counter[str] = Counter()
     for row in rows:
@@ -108,7 +108,7 @@ def _case(row: PublishedRow) -> Case:
 
 
 def score(case: Case, cal: Calibration = CALIBRATION) -> Score:
-    """Predict a case; torch's own figures leave out what the driver and the collectives library take."""
+    """Predict a case. Memory figures reported by torch exclude the driver and the collectives library."""
     torch_figure = re.search(r"reserved|allocated", case.row.text("notes").lower())
     convention = replace(cal, context_bytes=0.0, collective_bytes=0.0) if torch_figure else cal
     memory = device_bytes(case.execution, convention).total / GIB
@@ -116,7 +116,7 @@ def score(case: Case, cal: Calibration = CALIBRATION) -> Score:
 
 
 def ranking(scores: Sequence[Score]) -> dict[str, Any]:
-    """For plans of the same job: rank correlation, and time of the plan we'd choose over the best measured."""
+    """For plans of the same job: rank correlation, and measured time of the predicted best plan over the true best."""
     jobs: dict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for one in scores:
         if one.case.seconds is not None:
@@ -132,14 +132,14 @@ def ranking(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def regret(pairs: Sequence[tuple[float, float]]) -> float:
-    """Measured time of the plan with the best prediction over the best measured time; equal predictions: their mean."""
+    """Measured time of the plan with the best prediction over the best measured time; ties count with their mean."""
     best = min(predicted for predicted, _ in pairs)
     chosen = mean(measured for predicted, measured in pairs if predicted <= best * 1.0001)
     return chosen / min(measured for _, measured in pairs)
 
 
 def spearman(pairs: Sequence[tuple[float, float]]) -> float:
-    """Rank correlation of predicted and measured; ties share their mean rank."""
+    """Spearman rank correlation of predicted and measured times; ties share their mean rank."""
     left, right = _ranks([p for p, _ in pairs]), _ranks([m for _, m in pairs])
     a, b = mean(left), mean(right)
     covariance = sum((x - a) * (y - b) for x, y in zip(left, right, strict=True))
@@ -167,7 +167,7 @@ def _errors(errors: Sequence[float]) -> dict[str, float | None]:
 
 
 def _source(scores: Sequence[Score]) -> dict[str, Any]:
-    """Errors of one source; the step time's stand at the top as well."""
+    """Errors of one source; those of the step time are repeated at the top level."""
     times = _times(scores)
     step_time = {"scored": len(times), **_errors(times)}
     memory = {"scored": len(_memory(scores)), **_errors(_memory(scores))}
@@ -176,7 +176,7 @@ def _source(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def _over_sources(scores: Sequence[Score], sources: dict[str, dict[str, Any]]) -> dict[str, float | None]:
-    """Every source counts the same, however many rows it has; `mape_rows` is the mean over rows."""
+    """Mean errors with equal weight per source; `mape_rows` is the mean over rows."""
     timed = [source["step_time"] for source in sources.values() if source["step_time"]["scored"]]
     if not timed:
         return {**_errors([]), "mape_rows": None}
@@ -185,7 +185,7 @@ def _over_sources(scores: Sequence[Score], sources: dict[str, dict[str, Any]]) -
 
 
 def _by_split(sources: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Mean over the sources of each split."""
+    """Mean error over the sources of each split."""
     splits: dict[str, list[float]] = defaultdict(list)
     for source in sources.values():
         if source["step_time"]["scored"]:

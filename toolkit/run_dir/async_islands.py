@@ -1,4 +1,4 @@
-"""Islands that never wait for one another, as run directories: an order for each, and what they did together."""
+"""Run directories of asynchronous islands: one per island, and their results merged into that of the run."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from toolkit.run_dir.layout import RunDir, read_json
 
 
 def goes_async(recipe: Recipe, plan: Plan) -> bool:
-    """Whether a plan's islands are runs of their own."""
+    """Whether the islands of a plan are separate, asynchronous runs."""
     return plan.islands > 1 and recipe.train.outer is not None and recipe.train.outer.mode == "async"
 
 
 def write_island(run: RunDir, number: int) -> RunDir:
-    """The order of one island: its own plan, and steps of its share of the batch, counted over all islands."""
-    order = layout.read(run)
-    islands = order.plan.islands
+    """Write the run directory of one island: its plan, and its share of the batch; steps count over all islands."""
+    spec = layout.read(run)
+    islands = spec.plan.islands
     own = run.island(number)
     (own.path / "logs").mkdir(parents=True, exist_ok=True)
-    metrics = order.recipe.metrics
-    if number:  # the first one speaks
+    metrics = spec.recipe.metrics
+    if number:  # only the first island logs to the console and to W&B
         metrics = replace(metrics, console=False, wandb=replace(metrics.wandb, mode="disabled"))
-    recipe = replace(order.recipe, train=_share(order.recipe.train, islands), metrics=metrics)
+    recipe = replace(spec.recipe, train=_share(spec.recipe.train, islands), metrics=metrics)
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     plan |= {"islands": 1, "model_flops": plan["model_flops"] / islands}
     plan["hardware_flops"] = plan.get("hardware_flops", 0) / islands
-    layout.write(own, recipe, plan, order.deepspeed)
+    layout.write(own, recipe, plan, spec.deepspeed)
     return own
 
 
@@ -52,7 +52,7 @@ def _share(train: Train, islands: int) -> Train:
 
 
 def furthest(run: RunDir, islands: int) -> int:
-    """The island whose newest checkpoint holds most of what all have learned."""
+    """The island whose newest checkpoint contains the most completed rounds."""
     return max(range(islands), key=lambda number: (_done(run.island(number)), -number))
 
 
@@ -64,11 +64,11 @@ def _done(island: RunDir) -> int:
         text = (store.path_of(island.checkpoints, newest) / "state.json").read_text(encoding="utf-8")
         return len(CompletedRounds.of(json.loads(text)["counters"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return 0  # it is damaged; whoever opens it says how
+        return 0  # damaged: reported by whoever opens it
 
 
 def gather(run: RunDir, islands: int, status: str) -> None:
-    """What all islands did, in the run's own directory: metrics in the order of steps, a summary, the last state."""
+    """Merge the results of all islands into the run's directory: metrics by step, a summary, the last checkpoint."""
     records = _records(run, islands)
     lines = (json.dumps(record) + "\n" for _, record in sorted(records.items()))
     run.metrics.write_text("".join(lines), encoding="utf-8")
@@ -92,7 +92,7 @@ def gather(run: RunDir, islands: int, status: str) -> None:
 
 
 def _records(run: RunDir, islands: int) -> dict[int, dict[str, Any]]:
-    """Step → record; of a step that was done twice, after an island had left, the later one counts."""
+    """Step → record; if a step was repeated after an island had left, the later record."""
     found: dict[int, dict[str, Any]] = {}
     for number in range(islands):
         path = run.island(number).metrics
@@ -105,7 +105,7 @@ def _records(run: RunDir, islands: int) -> dict[int, dict[str, Any]]:
 
 
 def _adopt(checkpoint: Path, root: Path) -> None:
-    """The same files under another directory; links where the disk has them, and all at once."""
+    """Add a checkpoint to another directory atomically, with hard links where the file system supports them."""
     root.mkdir(parents=True, exist_ok=True)
     final, work = root / checkpoint.name, root / f".writing-{checkpoint.name}"
     shutil.rmtree(work, ignore_errors=True)
@@ -123,27 +123,27 @@ def _link(source: str, target: str) -> None:
 
 
 MAILBOX, ISLAND = "TOOLKIT_MAILBOX", "TOOLKIT_ISLAND"
-"""Environment variables: `host:port`, and `island/islands/founder`."""
+"""Environment variables: `host:port` of the update store, and `island/islands/founder`."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """One island among several."""
+    """What the workers of an asynchronous island know about the others."""
 
     host: str
     port: int
     island: int
     islands: int
     founder: int = 0
-    """Whose state all begin with."""
+    """The island whose state all others start from."""
 
     def env(self) -> dict[str, str]:
-        """For its workers."""
+        """Environment variables for the workers of the island."""
         return {MAILBOX: f"{self.host}:{self.port}", ISLAND: f"{self.island}/{self.islands}/{self.founder}"}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Membership | None:
-        """None: the run has no mailbox."""
+        """The membership in an environment; None if the run is not asynchronous."""
         if MAILBOX not in env:
             return None
         host, port = parse_address(env[MAILBOX])
@@ -151,7 +151,7 @@ class Membership:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """`host:port`."""
+    """Split `host:port`; raises `BadInput` if the text is not such an address."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise BadInput("--mailbox", f"{text!r} given; HOST:PORT is required, as `toolkit mailbox` prints it")
@@ -159,41 +159,45 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 BELOW, BEYOND = "chunks_below", "chunk."
-"""Names in a checkpoint's counters: all chunks below a number are done, and these beyond it."""
+"""Counters in a checkpoint: all rounds below a number are done, and these single rounds beyond it.
+
+The names say `chunk`, as in earlier versions, so that old checkpoints can be resumed.
+"""
 
 
 @dataclass
 class CompletedRounds:
-    """Chunks whose changes are in the weights; a chunk is the steps of one round, counted over all islands."""
+    """Rounds whose updates are in the weights, numbered over all islands."""
 
     below: int = 0
-    """All with smaller numbers are done."""
+    """All rounds with smaller numbers are done."""
     beyond: set[int] = field(default_factory=set)
+    """Rounds that are done from `below` on."""
 
-    def __contains__(self, chunk: int) -> bool:
-        return chunk < self.below or chunk in self.beyond
+    def __contains__(self, number: int) -> bool:
+        return number < self.below or number in self.beyond
 
     def __len__(self) -> int:
         return self.below + len(self.beyond)
 
-    def add(self, chunk: int) -> None:
-        """One more is done."""
-        assert chunk not in self, f"chunk {chunk} is done twice"
-        self.beyond.add(chunk)
+    def add(self, number: int) -> None:
+        """Mark a round as done."""
+        assert number not in self, f"round {number} is done twice"
+        self.beyond.add(number)
         while self.below in self.beyond:
             self.beyond.remove(self.below)
             self.below += 1
 
     def missing(self, end: int) -> Iterable[int]:
-        """Those before `end` that are not done."""
-        return [chunk for chunk in range(self.below, end) if chunk not in self.beyond]
+        """Rounds before `end` that are not done."""
+        return [number for number in range(self.below, end) if number not in self.beyond]
 
     def counters(self) -> dict[str, float]:
-        """For a checkpoint."""
-        return {BELOW: self.below, **{f"{BEYOND}{chunk}": 1 for chunk in sorted(self.beyond)}}
+        """The counters to store in a checkpoint."""
+        return {BELOW: self.below, **{f"{BEYOND}{number}": 1 for number in sorted(self.beyond)}}
 
     @classmethod
     def of(cls, counters: Mapping[str, float]) -> CompletedRounds:
-        """From a checkpoint."""
+        """The rounds in the counters of a checkpoint."""
         beyond = {int(name.removeprefix(BEYOND)) for name in counters if name.startswith(BEYOND)}
         return cls(int(counters.get(BELOW, 0)), beyond)

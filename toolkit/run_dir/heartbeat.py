@@ -1,4 +1,4 @@
-"""What a rank tells about itself while it runs: one small file a rank, rewritten twice a second."""
+"""Heartbeats: one small file per rank with its progress, rewritten twice per second."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ class Beat:
     host: str
     pid: int
     time: float
-    """Of the host's clock, when this was written."""
+    """Time of writing, by the clock of the host."""
     step: int = 0
-    """Steps that are done."""
+    """Completed steps."""
     phase: str = "starting"
     """`starting`, `first step`, `training`, `saving` or `ended`."""
     progress: int = 0
-    """Grows whenever something gets done; a rank that hangs stays at one number."""
+    """Increases with every bit of progress; constant while the rank hangs."""
     exit_code: int | None = None
-    """Set when the rank ends by itself."""
+    """Exit code, once the rank has ended by itself."""
     error: str = ""
-    """Type and message of what ended it."""
+    """Type and message of the error that ended the rank; empty if none."""
 
     @property
     def lost_others(self) -> bool:
-        """Whether the rank ended because another one had gone: it is a witness, not the cause."""
+        """Whether the rank failed because another one had gone: a consequence, not the cause."""
         return bool(self.error) and bool(_LOST.search(self.error))
 
 
 def path_of(directory: Path, rank: int) -> Path:
-    """Where a rank's beat is."""
+    """Path of a rank's heartbeat file."""
     return directory / f"rank-{rank}.json"
 
 
 def write(directory: Path, beat: Beat) -> None:
-    """Replace a rank's beat at once."""
+    """Replace a rank's heartbeat file atomically."""
     path = path_of(directory, beat.rank)
     temporary = path.with_suffix(f".{beat.pid}.tmp")
     temporary.write_text(json.dumps(asdict(beat)), encoding="utf-8")
@@ -54,7 +54,7 @@ def write(directory: Path, beat: Beat) -> None:
 
 
 def read_all(directory: Path) -> dict[int, Beat]:
-    """Every rank's last beat."""
+    """The last heartbeat of every rank."""
     known = {f.name for f in fields(Beat)}
     beats = {}
     for path in sorted(directory.glob("rank-*.json")):
@@ -68,10 +68,10 @@ def read_all(directory: Path) -> dict[int, Beat]:
 
 
 def moved(before: dict[int, Beat], after: dict[int, Beat]) -> bool:
-    """Whether any rank got something done between two looks."""
+    """Whether any rank made progress between two readings."""
     return any(rank not in before or beat.progress != before[rank].progress for rank, beat in after.items())
 
 
 def ended(beat: Beat, code: int, error: str, now: float) -> Beat:
-    """A rank's last beat."""
+    """The final heartbeat of a rank."""
     return replace(beat, phase="ended", exit_code=code, error=error, time=now, progress=beat.progress + 1)

@@ -1,4 +1,4 @@
-"""The run directory: the only border between planning and running."""
+"""Layout of a run directory, the only interface between planning and running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolkit.recipe.sections import Recipe
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of one run."""
+    """Paths inside one run directory."""
 
     path: Path
 
@@ -40,12 +40,12 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a step."""
+        """One JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def evaluations(self) -> Path:
-        """One JSON object an evaluation."""
+        """One JSON object per evaluation."""
         return self.path / "eval.jsonl"
 
     @property
@@ -55,12 +55,12 @@ class RunDir:
 
     @property
     def events(self) -> Path:
-        """What happened besides steps: starts, checkpoints, stragglers; one JSON object each."""
+        """Events other than steps (starts, checkpoints, stragglers), one JSON object each."""
         return self.path / "events.jsonl"
 
     @property
     def trace(self) -> Path:
-        """Profiler traces, if the recipe asks for them."""
+        """Profiler traces, if the recipe enables them."""
         return self.path / "trace"
 
     @property
@@ -70,21 +70,21 @@ class RunDir:
 
     @property
     def heartbeats(self) -> Path:
-        """What each rank is doing, one file each."""
+        """Heartbeats, one file per rank."""
         return self.path / "heartbeats"
 
     def island(self, number: int) -> RunDir:
-        """The run of one island, where islands do not wait for one another."""
+        """The run directory of one asynchronous island."""
         return RunDir(self.path / "islands" / str(number))
 
     def log(self, rank: int) -> Path:
-        """Everything that a rank printed."""
+        """Output of one rank."""
         return self.path / "logs" / f"rank-{rank}.log"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """What a worker is told: the contents of a run directory."""
+    """What a worker needs to run, read from the run directory."""
 
     recipe: Recipe
     plan: Plan
@@ -92,23 +92,23 @@ class RunSpec:
     predicted_step_seconds: float
     predicted_memory_bytes: int
     predicted_memory: dict[str, int]
-    """The same by part."""
+    """Predicted bytes per device by part of memory."""
     model_flops: float
-    """FLOPs of a step by convention (no recompute): the base of MFU."""
+    """FLOPs per step by convention, without recompute: the base of MFU."""
     peak_flops: float
-    """Peak of one device."""
+    """Peak FLOPs per second of one device."""
     hardware_flops: float
-    """FLOPs of a step with what is computed again: the base of HFU."""
+    """FLOPs per step including recompute: the base of HFU."""
     predicted_parts: dict[str, float]
-    """Seconds a step by part, as predicted."""
+    """Predicted seconds per step by part."""
     memory_limit_bytes: int
-    """What the device has for the job; 0: unknown."""
+    """Device memory available to the job; 0: unknown."""
     link_bytes_per_second: float
-    """Of one rank, over the slowest link that its gradients take; 0: unknown."""
+    """Bandwidth of one rank over the slowest link that its gradients cross; 0: unknown."""
 
 
 def new_run_path(output: str, name: str) -> Path:
-    """A fresh path `output/name-time`."""
+    """A path `output/name-time` that does not exist yet."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = Path(output) / f"{name}-{stamp}"
     for number in range(2, 1000):
@@ -119,43 +119,44 @@ def new_run_path(output: str, name: str) -> Path:
 
 
 def create(path: Path) -> RunDir:
-    """Make the directory; `BadInput` if something is there already."""
+    """Create the directory; raises `BadInput` if it exists and is not empty."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise BadInput(
             "--run-dir",
-            f"{path} already exists and is not empty; choose another, or go on with it: toolkit resume {path}",
+            f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",
         )
     try:
         (path / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput("output", f"{path} can't be made: {error.strerror}") from None
+        raise BadInput("output", f"{path} can't be created: {error.strerror}") from None
     return RunDir(path)
 
 
 def can_resume(path: Path, resume: str, every: int) -> bool:
-    """Whether a run is there that `checkpoint.resume` lets continue: it has checkpoints, or was about to write some."""
+    """Whether the path has a run that `checkpoint.resume` lets resume: it has checkpoints, or would write some."""
     run = RunDir(path)
     is_run = run.recipe.is_file() and run.plan.is_file()
     return resume == "auto" and is_run and bool(every or store.steps(run.checkpoints))
 
 
 def write(run: RunDir, recipe: Recipe, plan: dict[str, Any], deepspeed: dict[str, Any]) -> None:
-    """Put the three files of the border into the directory."""
+    """Write the recipe, the plan and the DeepSpeed config into the directory."""
     texts = {
         run.recipe: dump_recipe(recipe),
         run.plan: json.dumps(plan, indent=2) + "\n",
         run.deepspeed: json.dumps(deepspeed, indent=2) + "\n",
     }
     for path, text in texts.items():
-        temporary = path.with_name(f".{path.name}.tmp")  # a run that goes on has one order or the other, never half
+        # Replaced atomically: a resumed run sees the old file or the new one, never half of it.
+        temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
 
 
 def read(run: RunDir) -> RunSpec:
-    """What the three files say."""
+    """Read a run directory; raises `BadInput` if it is not one."""
     try:
-        return _order(run)
+        return _read_spec(run)
     except BadInput:
         raise
     except (OSError, ValueError) as error:
@@ -164,10 +165,10 @@ def read(run: RunDir) -> RunSpec:
         raise BadInput(str(run.plan), "is not a plan of this toolkit; plan again with `toolkit train`") from None
 
 
-def _order(run: RunDir) -> RunSpec:
+def _read_spec(run: RunDir) -> RunSpec:
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
-    # Axes that came later have defaults: run directories of earlier versions go on.
+    # Axes added in later versions have defaults, so run directories of earlier versions can be resumed.
     axes = {f.name: plan[f.name] for f in fields(Plan) if f.name in plan or f.default is MISSING}
     return RunSpec(
         recipe=load_recipe(run.recipe),
@@ -186,14 +187,14 @@ def _order(run: RunDir) -> RunSpec:
 
 
 def newest(given: Path) -> Path:
-    """A checkpoint's own path, or the newest of a run directory."""
+    """The given checkpoint, or the newest one of a run directory; raises `BadInput` if there is none."""
     if (given / MANIFEST).is_file():
         return given
     for root in (RunDir(given).checkpoints, given):
         found = store.steps(root)
         if found:
             return store.path_of(root, found[0])
-    raise BadInput(str(given), "holds no checkpoint; give a checkpoint or a run directory that has some")
+    raise BadInput(str(given), "contains no checkpoint; give a checkpoint, or a run directory with checkpoints")
 
 
 def read_json(path: Path) -> dict[str, Any]:

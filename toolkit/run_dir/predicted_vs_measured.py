@@ -1,4 +1,4 @@
-"""Predicted against measured, by part, and the largest deviation in words."""
+"""Compare predicted with measured step time and memory by part, and explain the largest deviation."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from toolkit.run_dir.step_parts import COMPARED, MEMORY, measured_parts, predicted_parts
 
 WORTH_SAYING = 0.05
-"""Deviations below this share of the step are not explained: predictions are no finer."""
+"""Deviations below this share of the step are not explained: predictions are not finer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstances:
-    """What else was measured, to say why."""
+    """Other measurements that may explain a deviation."""
 
     straggler: int | None = None
-    """Rank that held the others up, if one did."""
+    """Rank of the straggler, if there is one."""
     straggler_seconds: float = 0.0
-    """How much longer its own work took than its peers'."""
+    """How much longer its own work takes per step than that of its peers."""
     slow_rank: int | None = None
-    """Rank whose gradient traffic was slowest."""
+    """Rank with the slowest gradient traffic."""
     link_share: float | None = None
-    """Its bytes a second over the cluster file's link."""
+    """Its bandwidth relative to the link in the cluster file."""
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One part of a step."""
+    """Predicted and measured seconds of one part of a step."""
 
     name: str
     words: str
@@ -36,7 +36,7 @@ class ComparisonRow:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None without a prediction."""
+        """Measured over predicted time; None without a prediction."""
         return self.measured / self.predicted if self.predicted > 0 else None
 
 
@@ -59,7 +59,7 @@ def compare_memory(predicted: Mapping[str, int], measured: Mapping[str, int]) ->
 
 
 def explain(rows: list[ComparisonRow], why: Circumstances) -> str:
-    """The largest deviation in a sentence; empty without rows."""
+    """A sentence on the largest deviation and its likely cause; empty without rows."""
     if not rows:
         return ""
     largest = max(rows, key=lambda row: abs(row.measured - row.predicted))
@@ -72,8 +72,8 @@ def explain(rows: list[ComparisonRow], why: Circumstances) -> str:
 
 def _size(row: ComparisonRow) -> str:
     if row.ratio is None:
-        return f"{row.words} took {_ms(row.measured)} a step, which was not predicted"
-    figures = f"{_ms(row.measured)} a step, predicted {_ms(row.predicted)}"
+        return f"{row.words} took {_ms(row.measured)} per step, which was not predicted"
+    figures = f"{_ms(row.measured)} per step, predicted {_ms(row.predicted)}"
     return f"{row.words} took {row.ratio:.2g} × the prediction ({figures})"
 
 
@@ -81,16 +81,18 @@ def _cause(row: ComparisonRow, why: Circumstances) -> str:
     waits = row.name in ("dp_comm", "tp_comm", "sp_comm", "pp_comm", "pp_bubble")
     if row.measured < row.predicted:
         return "the cluster's figures are too low for it" if waits else ""
-    if (waits or row.name == "fixed") and why.straggler is not None:  # ranks also meet to count tokens, there
-        return f"rank {why.straggler} works {_ms(why.straggler_seconds)} longer a step, and the others wait for it"
+    # `fixed` includes the synchronisation in which ranks count tokens, so a straggler shows there, too.
+    if (waits or row.name == "fixed") and why.straggler is not None:
+        late = _ms(why.straggler_seconds)
+        return f"rank {why.straggler} is a straggler: it works {late} longer per step, and the others wait for it"
     if row.name == "dp_comm" and why.link_share is not None and why.link_share < 1:
-        return f"link of rank {why.slow_rank} at {why.link_share:.0%} of the cluster file"
+        return f"the link of rank {why.slow_rank} reaches {why.link_share:.0%} of the bandwidth in the cluster file"
     if row.name == "pp_bubble":
-        return "stages are uneven, or wait for one another's messages"
+        return "stages are uneven, or wait for each other's messages"
     if row.name == "compute":
-        return "the device sustains less than the cluster's figures; `toolkit probe` measures them"
+        return "the device is slower than the cluster's figures; `toolkit probe` measures them"
     if row.name == "fixed":
-        return "the host: data, Python and what stands between steps"
+        return "work on the host: data, Python, and what runs between steps"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The parts of a step's time: their names, and which part of the prediction each belongs to."""
+"""Names of the parts of step time and memory, and which predicted parts they correspond to."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PARTS: dict[str, str] = {
     "pp_comm": "stage to stage",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
-    "agree": "agreeing with other ranks",
+    "agree": "rank synchronisation",
     "checkpoint": "checkpoint",
     "evaluate": "evaluation",
     "other": "other",
 }
-"""Measured parts of `wall_seconds`, in the order in which they are shown. Communication is the exposed part: the time
-for which it held the rank."""
+"""Measured parts of `wall_seconds`, in display order. Communication is the exposed part: the time for which it blocked
+the rank."""
 
 COMMUNICATION = ("grad_sync", "param_gather", "tp_comm", "sp_comm", "pp_comm", "bubble", "agree")
 """Parts in which a rank waits for others."""
 
 BETWEEN_STEPS = ("checkpoint", "evaluate")
-"""Parts that stand between two steps and swallow what runs inside them."""
+"""Parts between two steps; time inside them is attributed to them alone."""
 
 COMPARED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "compute": ("forward and backward", ("compute", "recompute"), ("forward", "backward")),
@@ -39,7 +39,7 @@ COMPARED: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": ("optimizer", ("optimizer",), ("optimizer",)),
     "fixed": ("data, host and the rest", ("fixed",), ("data", "agree", "other")),
 }
-"""What can be compared: name → words, predicted parts (of `plan.json`'s time), measured parts."""
+"""What can be compared: name → description, predicted parts (`time` in plan.json), measured parts."""
 
 MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {
     "weights": ("weights", ("params",)),
@@ -48,14 +48,14 @@ MEMORY: dict[str, tuple[str, tuple[str, ...]]] = {
     "buffers": ("buffers and gathered weights", ("buffers", "gathered")),
     "activations": ("activations and logits", ("activations", "logits")),
 }
-"""Parts of a rank's memory at its peak: name → words, predicted parts (of `plan.json`'s memory)."""
+"""Parts of a rank's peak memory: name → description, predicted parts (`memory` in plan.json)."""
 
 
 def predicted_parts(time: Mapping[str, float]) -> dict[str, float]:
-    """Seconds a step of each comparable part, from the plan's `time`."""
+    """Predicted seconds per step of each comparable part, from the plan's `time`."""
     return {name: sum(time.get(key, 0.0) for key in keys) for name, (_, keys, _) in COMPARED.items()}
 
 
 def measured_parts(parts: Mapping[str, float]) -> dict[str, float]:
-    """The same from measured parts; checkpoints are not predicted and stay out."""
+    """Measured seconds per step of each comparable part; checkpoints and evaluations are not predicted and left out."""
     return {name: sum(parts.get(key, 0.0) for key in keys) for name, (_, _, keys) in COMPARED.items()}

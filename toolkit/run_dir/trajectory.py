@@ -1,4 +1,4 @@
-"""Losses and gradient norms of a run, and how far two runs are apart."""
+"""Losses and gradient norms of a run, the difference between two runs, and the tolerances for it."""
 
 from __future__ import annotations
 

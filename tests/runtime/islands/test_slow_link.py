@@ -28,7 +28,7 @@ def test_a_slow_link_shows_as_gradient_sync(train: Trainer) -> None:
     explanation = done.summary["explanation"]
     assert "gradient sync" in explanation
     assert "link of rank" in explanation
-    assert "of the cluster file" in explanation
+    assert "of the bandwidth in the cluster file" in explanation
 
 
 def share(records: list[dict[str, Any]]) -> float:
