@@ -8,9 +8,8 @@ import pytest
 
 from tests.helpers.planning import GIB, LLAMA_2_7B, cluster, decoder, job
 from toolkit.clusters.devices import DEVICES
-from toolkit.cost.activations import live_bytes
 from toolkit.cost.execution import of_plan
-from toolkit.cost.memory import memory
+from toolkit.cost.memory import live_bytes, memory
 from toolkit.plans.plan import Plan
 
 PSI = 6_738_415_616

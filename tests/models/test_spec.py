@@ -22,7 +22,7 @@ from toolkit.errors import BadInput
 from toolkit.models.architectures import ARCHITECTURES
 from toolkit.models.config_reader import KEYS, defaults
 from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
-from toolkit.plans.task_spec import task_spec
+from toolkit.plans.job import task_spec
 from toolkit.recipe.sections import Model, Task
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInput, NoPlanFits
-from toolkit.plans.task_spec import image_tokens, task_spec
+from toolkit.plans.job import image_tokens, task_spec
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.build import skeleton

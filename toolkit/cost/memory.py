@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from toolkit.cost import activations
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, of_plan
+from toolkit.cost.execution import Execution, layer_shape, of_plan
+from toolkit.cost.operators import LayerShape
 from toolkit.cost.optimizer_step import MOMENTS, state_shards
 from toolkit.plans.deepspeed_config import bucket_elements
 from toolkit.plans.plan import Job, Plan
@@ -38,7 +38,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     """Memory of one pipeline stage."""
     params = _stage_params(e, index)
     layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
-    logits = activations.logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before layers go backward
+    logits = logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before layers go backward
     parts = {
         "params": _param_bytes(e, params),
         "grads": _grad_bytes(e, params),
@@ -50,7 +50,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     }
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += _exchange_bytes(e, params)
-    kept = activations.kept_bytes(e, layers, _in_flight(e, index))
+    kept = kept_bytes(e, layers, _in_flight(e, index))
     parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
@@ -66,15 +66,15 @@ def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> 
     after the update, so with one micro-batch they grow only as activations are freed. A stage that receives gradients
     from the next one also holds these.
     """
-    live, logits, grads = activations.live_bytes(e), parts["logits"], parts["grads"]
+    live, logits, grads = live_bytes(e), parts["logits"], parts["grads"]
     tail = logits
     if e.drops_gradients and logits:  # the toolkit's own runs: the final norm is between logits and layers
-        norm = activations.last_norm_bytes
-        tail = logits + norm(e, activations.LAST_NORM_KEPT)
+        norm = last_norm_bytes
+        tail = logits + norm(e, LAST_NORM_KEPT)
         if e.pp == 1:  # the last stage of a pipeline has freed the gradients of the logits by then
-            tail = max(tail, norm(e, activations.LAST_NORM_LIVE))
+            tail = max(tail, norm(e, LAST_NORM_LIVE))
     if e.drops_gradients and not last:
-        kept += activations.ARRIVED * activations.layer_input_bytes(e)
+        kept += ARRIVED * layer_input_bytes(e)
     if not e.drops_gradients or e.grad_accum > 1 or not last:
         return kept + max(tail, live) - logits
     return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
@@ -237,3 +237,111 @@ def _host_bytes(e: Execution, params: float) -> float:
 def _exchange_bytes(e: Execution, params: float) -> float:
     """Bytes per rank for the exchange between islands: its part of the weights, and the outer optimizer states."""
     return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0
+
+
+SCORES = {"eager": 8.0, "kernels": 2.0, "compiled": 2.0}
+"""Stored bytes per attention score: the softmax output, and its fp32 copy in eager Hugging Face attention."""
+SCORES_DROPOUT = 3.0
+"""Further bytes per score with dropout: the result and its 1-byte mask."""
+LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
+"""Bytes per logit: 16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
+FP32_LOGIT_BYTES = 12.0
+"""Bytes per logit in fp32: logits, probabilities and gradient."""
+LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
+"""Tensors of the final norm, each as wide as the model: kept by its forward pass, and live in its backward pass."""
+PIPELINE_BUFFERS = 2
+"""Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
+OWN_PIPELINE_BUFFERS = 1
+"""The same for DeepSpeed, where the first stage keeps only its output and the last only its input."""
+ARRIVED = 2
+"""Tensors that a stage holds when a gradient arrives: the gradient and its activation (counted on the demo)."""
+GRADIENTS_OF_ACTIVATIONS = 1.0
+"""Gradients of a layer in the backward pass relative to its activations; an allocator does not reuse their memory."""
+LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
+"""Their share in live bytes, where activations are freed as gradients come (counted on Hugging Face's Llama)."""
+FLASH_STATS_BYTES = 4.0
+"""Bytes of the log-sum-exp per head and token."""
+
+
+def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> float:
+    """Bytes that one layer keeps for one micro-batch without recompute."""
+    tokens, part = e.slice.tokens, e.slice
+    residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
+    inner = inner_bytes(e, shape, fused=fused) / part.tp
+    scale = e.element_bytes / 2
+    return tokens * (residual + inner) * scale + score_bytes(e, shape)
+
+
+def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
+    """Bytes per token for inputs and outputs of two norms; dropout adds a mask.
+
+    Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
+    eager_rms = e.software.fusion == "eager" and shape.gated and not fused
+    norm = (8.0 if e.element_bytes == 2 else 6.0) if eager_rms else 4.0
+    masks = 1.0 if e.software.dropout else 0.0
+    return 2 * (norm + masks) * shape.hidden
+
+
+def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
+    """Bytes per token for queries, keys, values, attention output and inner tensors of the MLP, in 16 bits."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    outputs = 2 if e.sp > 1 else 1  # the output of attention, and the same after the exchange
+    attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
+    gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
+    tensors = gated if shape.gated else 2
+    inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
+    routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens sent to experts and back
+    return attention + 2 * tensors * inner + routed
+
+
+def score_bytes(e: Execution, shape: LayerShape) -> float:
+    """Bytes of stored attention scores of one layer; 0 with flash attention or selective recompute."""
+    if e.software.flash or e.scores_dropped:
+        return 0.0
+    each = SCORES[e.software.fusion] + (SCORES_DROPOUT if e.software.dropout else 0.0)
+    return each * e.slice.tokens * e.seq_len * shape.heads / e.tp
+
+
+def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
+    """Bytes per layer, averaged over dense and mixture layers; `fused` leaves out what only eager operators keep."""
+    experts = e.model.moe_layers / e.model.layers
+    dense = layer_bytes(e, layer_shape(e.model, experts=False), fused=fused) if experts < 1 else 0.0
+    mixed = layer_bytes(e, layer_shape(e.model, experts=True), fused=fused) if experts > 0 else 0.0
+    return dense * (1 - experts) + mixed * experts
+
+
+def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
+    """Activation bytes of `layers` layers that the micro-batches in flight keep until their backward pass."""
+    inputs = layer_input_bytes(e)
+    each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
+    buffers = each * inputs * in_flight if e.pp > 1 else 0.0
+    kept = e.recompute.kept
+    if kept == 1.0:
+        return layers * mean_layer_bytes(e) * in_flight + buffers
+    each_layer = inputs + kept * mean_layer_bytes(e, fused=True) if kept else inputs
+    return layers * each_layer * in_flight + buffers
+
+
+def layer_input_bytes(e: Execution) -> float:
+    """Bytes of the hidden states of one micro-batch on a device."""
+    return e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
+
+
+def live_bytes(e: Execution) -> float:
+    """Further bytes for the layer in the backward pass: gradients, recomputed activations and output."""
+    if e.cluster.device.backend != "cpu":
+        return (1 - e.recompute.kept + GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e)
+    again = 1 - e.recompute.kept
+    output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
+    return (again + LIVE_GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e) + again * output
+
+
+def logit_bytes(e: Execution) -> float:
+    """Bytes of the logits, their fp32 copy and gradient on the last stage."""
+    each = FP32_LOGIT_BYTES if e.element_bytes == 4 else LOGIT_BYTES[e.software.fusion]
+    return each * e.slice.tokens * e.model.vocab / e.tp
+
+
+def last_norm_bytes(e: Execution, tensors: int) -> float:
+    """Bytes of `tensors` tensors of the norm between the last layer and the head."""
+    return tensors * layer_input_bytes(e)

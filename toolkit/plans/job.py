@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from toolkit.clusters.reader import read_cluster
 from toolkit.errors import BadInput, Problem
-from toolkit.models.spec import load_model_config
+from toolkit.models.architectures.dense import BERT
+from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
 from toolkit.plans.deepspeed_rules import job_problems
 from toolkit.plans.plan import Job, Workload
-from toolkit.plans.task_spec import image_tokens, task_spec
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.sections import Model, Recipe
 from toolkit.resources import CONFIGS
@@ -85,3 +86,124 @@ def _ignored(config: Mapping[str, Any]) -> list[Problem]:
         what = "true given; router losses are not part of the loss here; set it to false"
         return [Problem("model.config.output_router_logits", what)]
     return []
+
+
+DEFAULT_LABELS = 2
+"""Number of classes of a Hugging Face config that names none."""
+VIT = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072,
+    "image_size": 224, "patch_size": 16, "num_channels": 3,
+}  # fmt: skip
+T5 = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+BART = {
+    "vocab_size": 50265, "d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16,
+    "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096, "max_position_embeddings": 1024,
+}  # fmt: skip
+T5_BUCKETS = 32
+Reader = Callable[[Mapping[str, Any], int], ModelSpec]
+"""Reads a config and a number of classes into a spec."""
+
+
+def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
+    """The spec of the recipe's model with the head of its task."""
+    if section.task == "classification":
+        return _classifier(read_model_config(config), num_labels(config, section))
+    if section.task == "image-classification":
+        return _of_type(config, {"vit": _vit}, "images")(config, num_labels(config, section))
+    if section.task == "seq2seq":
+        return _of_type(config, {"t5": _t5, "bart": _bart}, "seq2seq")(config, 0)
+    return read_model_config(config)
+
+
+def num_labels(config: Mapping[str, Any], section: Model) -> int:
+    """Number of classes of the head."""
+    named = config.get("id2label")
+    return int(section.num_labels or config.get("num_labels") or len(named or ()) or DEFAULT_LABELS)
+
+
+def image_tokens(config: Mapping[str, Any]) -> int:
+    """Tokens per image: its patches and the class token."""
+    sizes = _sizes(config, VIT)
+    return (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1
+
+
+def _of_type(config: Mapping[str, Any], known: Mapping[str, Reader], what: str) -> Reader:
+    kind = config.get("model_type")
+    if kind not in known:
+        raise BadInput("model", f"{kind} can't be planned for {what}; these can: {', '.join(known)}")
+    return known[str(kind)]
+
+
+def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int]) -> dict[str, int]:
+    found = {key: config.get(key, value) for key, value in defaults.items()}
+    wrong = [key for key, value in found.items() if not isinstance(value, int) or isinstance(value, bool) or value < 1]
+    if wrong:
+        raise BadInput(f"model config: {wrong[0]}", f"{found[wrong[0]]!r} given; a whole number above 0 is required")
+    return found
+
+
+def _classifier(base: ModelSpec, labels: int) -> ModelSpec:
+    width = base.hidden
+    if base.model_type in BERT:
+        head = width * (width + 1) + (width + 1) * labels
+    else:
+        head = base.head_params - (0 if base.tied_embeddings else width * base.vocab) + width * labels
+    return replace(base, vocab=labels, head_params=head, tied_embeddings=False)
+
+
+def _vit(config: Mapping[str, Any], labels: int) -> ModelSpec:
+    s = _sizes(config, VIT)
+    width, inner = s["hidden_size"], s["intermediate_size"]
+    tokens = image_tokens(config)
+    bias = 3 * width if config.get("qkv_bias", True) else 0
+    layer = 4 * width * width + width + bias + _mlp(width, inner) + 4 * width
+    return _dense(
+        [layer] * s["num_hidden_layers"], model_type="vit", hidden=width, heads=s["num_attention_heads"],
+        head_dim=width // s["num_attention_heads"], ffn=inner, gated_mlp=False, vocab=labels, max_positions=tokens,
+        tied_embeddings=False, head_params=2 * width + (width + 1) * labels,
+        embedding_params=(tokens + 1) * width + (s["patch_size"] ** 2 * s["num_channels"] + 1) * width,
+    )  # fmt: skip
+
+
+def _t5(config: Mapping[str, Any], labels: int) -> ModelSpec:
+    s = _sizes(config, T5)
+    width, gated = s["d_model"], str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    attention = 4 * width * s["num_heads"] * s["d_kv"] + width
+    inner = (3 if gated else 2) * width * s["d_ff"] + width
+    layers = [attention + inner] * s["num_layers"]
+    layers += [2 * attention + inner] * int(config.get("num_decoder_layers") or s["num_layers"])
+    bias = int(config.get("relative_attention_num_buckets", T5_BUCKETS)) * s["num_heads"]
+    layers[0] += bias
+    layers[s["num_layers"]] += bias
+    table = s["vocab_size"] * width  # transformers ties the head to it, whatever tie_word_embeddings says
+    return _dense(
+        layers, model_type="t5", hidden=width, heads=s["num_heads"], head_dim=s["d_kv"], ffn=s["d_ff"],
+        gated_mlp=gated, vocab=s["vocab_size"], max_positions=0, tied_embeddings=True, head_params=2 * width,
+        embedding_params=table,
+    )  # fmt: skip
+
+
+def _bart(config: Mapping[str, Any], labels: int) -> ModelSpec:
+    s = _sizes(config, BART)
+    width, table = s["d_model"], s["vocab_size"] * s["d_model"]
+    attention = 4 * width * (width + 1) + 2 * width
+    encoder = attention + _mlp(width, s["encoder_ffn_dim"]) + 2 * width
+    decoder = 2 * attention + _mlp(width, s["decoder_ffn_dim"]) + 2 * width
+    return _dense(
+        [encoder] * s["encoder_layers"] + [decoder] * s["decoder_layers"], model_type="bart", hidden=width,
+        heads=s["encoder_attention_heads"], head_dim=width // s["encoder_attention_heads"], ffn=s["encoder_ffn_dim"],
+        gated_mlp=False, vocab=s["vocab_size"], max_positions=s["max_position_embeddings"], tied_embeddings=True,
+        head_params=0, embedding_params=table + 2 * (s["max_position_embeddings"] + 2 + 2) * width,
+    )  # fmt: skip
+
+
+def _mlp(width: int, inner: int) -> int:
+    return 2 * width * inner + inner + width
+
+
+def _dense(layers: list[int], **shape: Any) -> ModelSpec:
+    """A model without experts whose keys and values have as many heads as its queries; `layers` are parameters."""
+    params = tuple(layers)
+    return ModelSpec(
+        layers=len(params), layer_params=params, layer_active_params=params, kv_heads=shape["heads"], **shape
+    )
