@@ -30,11 +30,10 @@ from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.format import MANIFEST, canonical_json
 from toolkit.errors import CheckpointFailed
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunDir, check
 from toolkit.runtime.checkpoint.fragments import Fragment
 from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.parity import largest_difference
-from toolkit.sessions.verify import check
 
 RECIPE: dict[str, Any] = {
     "model": {"config": TINY_LLAMA, "precision": "fp32"},

@@ -16,12 +16,11 @@ from toolkit.errors import RankFailed
 from toolkit.launching import launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunDir, check
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.supervision.supervise import run_all
 from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.verify import check
 
 Disturb = Callable[[RunDir], None]
 

@@ -29,7 +29,7 @@ from toolkit.checkpoints.format import (
     sha256,
 )
 from toolkit.errors import BadInput
-from toolkit.sessions.verify import check
+from toolkit.run_dir.layout import check
 
 
 def make(root: Path, step: int, seed: int = 0) -> Path:

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.errors import BadInput
-from toolkit.launching.launch_files import IMAGE, TARGETS, Emission, files, fixed_recipe
+from toolkit.launching.launch_files import IMAGE, TARGETS
 from toolkit.recipe.schema import show
+from toolkit.sessions.prepare import emit
 from toolkit.sessions.resolve import resolve
 
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?")
@@ -29,21 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Plan a recipe and write the files."""
     _check_image(args)
     resolved = resolve(read_recipe(args), args.nproc)
-    plan, cluster = resolved.chosen.plan, resolved.job.cluster
-    if args.target == "accelerate" and plan.pp > 1:
-        raise BadInput(
-            "--for",
-            "accelerate does not support pipeline parallelism; use --for deepspeed or torchrun, or set strategy.pp=1",
-        )
-    recipe = fixed_recipe(resolved.recipe, plan, cluster)
-    emission = Emission(
-        recipe=recipe,
-        plan=resolved.plan_json(),
-        deepspeed=resolved.deepspeed,
-        cluster=cluster,
-        image=args.image or IMAGE,
-    )
-    _write(args.out, files(args.target, emission))
+    emit(resolved, args.target, args.out, image=args.image or IMAGE)
+    plan = resolved.chosen.plan
     Console().print(
         f"{plan.describe()}\nwritten to {args.out}; start the job with {args.out / 'launch.sh'}", highlight=False
     )
@@ -57,16 +45,3 @@ def _check_image(args: argparse.Namespace) -> None:
         raise BadInput("--image", f"is used by --for k8s only; --for {args.target} has no container")
     if not _IMAGE.fullmatch(args.image):
         raise BadInput("--image", f"{show(args.image)} given; REGISTRY/NAME:TAG or NAME@sha256:... is required")
-
-
-def _write(out: Path, contents: dict[str, str]) -> None:
-    present = [name for name in contents if (out / name).exists()]
-    if present:
-        raise BadInput("--out", f"{out} already contains {present[0]}; choose another directory, or remove it")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in contents.items():
-            (out / name).write_text(text, encoding="utf-8")
-            (out / name).chmod(0o755 if name == "launch.sh" else 0o644)
-    except OSError as error:
-        raise BadInput("--out", f"{out} can't be written: {error.strerror}") from None

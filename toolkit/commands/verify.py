@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from toolkit.errors import BadInput
-from toolkit.sessions.verify import verify
+from toolkit.run_dir.layout import verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Plan a run before it starts: a new one from a recipe, or a resumed one from its run directory."""
+"""Plan a run before it starts: a new one, a resumed one, or one that launch files start."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toolkit.errors import BadInput
 from toolkit.launching import environment
+from toolkit.launching.launch_files import IMAGE, Emission, files, fixed_recipe
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir
@@ -76,3 +77,34 @@ def previous_num_devices(run_dir: Path) -> int | None:
         return int(plan["islands"] * plan["dp"] * plan["tp"] * plan["pp"] * plan["sp"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def emit(resolved: Resolved, target: str, out: Path, *, image: str = IMAGE) -> None:
+    """Write the launch files of a plan for a launcher; raise `BadInput` if the directory already has some."""
+    plan, cluster = resolved.chosen.plan, resolved.job.cluster
+    if target == "accelerate" and plan.pp > 1:
+        raise BadInput(
+            "--for",
+            "accelerate does not support pipeline parallelism; use --for deepspeed or torchrun, or set strategy.pp=1",
+        )
+    emission = Emission(
+        recipe=fixed_recipe(resolved.recipe, plan, cluster),
+        plan=resolved.plan_json(),
+        deepspeed=resolved.deepspeed,
+        cluster=cluster,
+        image=image,
+    )
+    _write(out, files(target, emission))
+
+
+def _write(out: Path, contents: dict[str, str]) -> None:
+    present = [name for name in contents if (out / name).exists()]
+    if present:
+        raise BadInput("--out", f"{out} already contains {present[0]}; choose another directory, or remove it")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (out / name).write_text(text, encoding="utf-8")
+            (out / name).chmod(0o755 if name == "launch.sh" else 0o644)
+    except OSError as error:
+        raise BadInput("--out", f"{out} can't be written: {error.strerror}") from None

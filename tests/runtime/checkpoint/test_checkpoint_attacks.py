@@ -22,11 +22,11 @@ from toolkit.checkpoints.format import MANIFEST, FileEntry, canonical_json, dump
 from toolkit.errors import BadInput, CheckpointFailed
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat, layout
+from toolkit.run_dir.layout import check
 from toolkit.runtime.checkpoint.fragments import Fragment
 from toolkit.runtime.checkpoint.reader import Reader, load
 from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.verify import check
 
 
 def fragments() -> list[Fragment]:

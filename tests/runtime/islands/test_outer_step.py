@@ -12,7 +12,7 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import WEIGHT, Fragment
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.islands.outer_step import OuterStep
+from toolkit.runtime.islands.engine import OuterStep
 from toolkit.runtime.islands.quantize import BLOCK, QuantizedMean, pack, unpack
 from toolkit.runtime.supervision.warm_pool import call_on_ranks
 

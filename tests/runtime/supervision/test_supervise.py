@@ -18,9 +18,8 @@ from benchmarks.harness.self_killing import kill_point, poison, poison_stage, sc
 from benchmarks.harness.supervised import Disturb, Outcome, assert_whole_and_recent, at_step, send, supervised
 from toolkit.checkpoints import store
 from toolkit.run_dir import heartbeat
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunDir, check
 from toolkit.runtime.supervision.warm_pool import enter_worker
-from toolkit.sessions.verify import check
 
 Watched = Callable[..., Outcome]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,8 +12,10 @@ from toolkit.run_dir.async_islands import CompletedRounds
 from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT, Fragment, Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.islands.flat_masters import FlatMasters
-from toolkit.runtime.islands.outer_step import OuterStep
 from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
+
+if TYPE_CHECKING:
+    from toolkit.runtime.islands.engine import OuterStep
 
 MOMENTUM = "outer_momentum"
 """Kind of the outer optimizer's state in checkpoints."""
