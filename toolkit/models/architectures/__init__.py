@@ -1,6 +1,6 @@
-"""Every model type that the planner can count, one row a type.
+"""Parameter counts of every model type that the planner knows, one row per type. Imports nothing outside.
 
-A row is exact or absent: the tests build each type with transformers and compare it layer by layer.
+A row is exact or absent: tests build each type with transformers and compare it layer by layer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoders whose layers are alike, each with attention and one gated or plain MLP."""
+"""Decoders with identical layers, each with attention and one gated or plain MLP."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ DENSE: dict[str, Architecture] = {
         refuses={"is_moe": "experts retrieved by product keys"},
     ),
 }
-"""Decoders whose layers are alike, with one MLP each."""
+"""Decoders with identical layers and one MLP each."""
