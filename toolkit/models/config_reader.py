@@ -1,4 +1,4 @@
-"""From a config as a user gives it to numbers that the terms can read, with every fault found at once."""
+"""Read a Hugging Face config into the numbers that parameter counts need; all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from toolkit.models.architectures.terms import Experts, Shape
 
 SOURCE = "model config"
 LARGEST = 2**48
-"""No size of a real config is near this; beyond it, a number is a slip of the keyboard."""
+"""Upper bound of any size: no real config is near it, so a larger number is a typing error."""
 MOST_LAYERS = 10_000
-"""Layers are counted one by one, so their number is bounded."""
+"""Upper bound of the number of layers, because they are counted one by one."""
 CORE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-"""Numbers without which there is nothing to count."""
+"""Keys that every config must define."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config itself, or the text part where transformers builds only that as a causal language model."""
+    """The config itself, or its text part if transformers builds only that as a causal language model."""
     if not isinstance(config, Mapping):
         raise BadInput(SOURCE, f"{_short(config)} is not a table of keys and values")
     inner, outer = config.get("text_config"), config.get("model_type")
@@ -35,7 +35,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def known_type(model_type: Any) -> str:
-    """The model type, if its parameters can be counted exactly."""
+    """The model type; raises `BadInput` unless its parameters can be counted exactly."""
     if not isinstance(model_type, str):
         raise BadInput(f"{SOURCE}: model_type", f"{_short(model_type)} is not a name; give one such as llama or qwen3")
     if model_type in ARCHITECTURES:
@@ -43,9 +43,8 @@ def known_type(model_type: Any) -> str:
     if model_type in known_types():
         raise BadInput(
             f"{SOURCE}: model_type",
-            f"transformers knows {model_type}, the planner does not: its parameters would have to be counted exactly, "
-            "which takes a row in toolkit/architectures; for a model with several parts, give its "
-            "text_config alone",
+            f"transformers knows {model_type}, the planner does not: it needs a row in toolkit/models/architectures "
+            "that counts its parameters exactly; for a model with several parts, give its text_config alone",
         )
     near = difflib.get_close_matches(model_type, ARCHITECTURES, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(ARCHITECTURES))}"
@@ -53,21 +52,21 @@ def known_type(model_type: Any) -> str:
 
 
 def resolve(model_type: str, row: Architecture, config: Mapping[str, Any]) -> Shape:
-    """The numbers of the config, defaults filled in; BadInput names every fault."""
+    """The numbers of the config with defaults filled in; raises `BadInput` that lists every problem."""
     assumed = defaults(model_type)
     aliases = {**assumed.aliases, **row.legacy}
-    heeded = {*assumed.values, *aliases, *row.reads, *row.refuses, *(("head_dim",) if row.own_head_dim else ())}
-    flat = {key: value for key, value in _flat(config).items() if key in heeded}
+    relevant = {*assumed.values, *aliases, *row.reads, *row.refuses, *(("head_dim",) if row.own_head_dim else ())}
+    flat = {key: value for key, value in _flat(config).items() if key in relevant}
     given = {aliases.get(key, key): value for key, value in flat.items()}
     written = {aliases.get(key, key): key for key in flat}
     values = {**assumed.values, **given}
     core = {key: row.names.get(key, aliases.get(key, key)) for key in (*CORE, *_OPTIONAL)}
     layers = values.get(core["num_hidden_layers"])
-    found = _faults(given, written, layers if isinstance(layers, int) else 0)
-    found += _twice(flat, aliases) + _missing(row, values, core)
-    found += _strange_layers(row, values)
+    found = _value_problems(given, written, layers if isinstance(layers, int) else 0)
+    found += _conflicts(flat, aliases) + _missing(row, values, core)
+    found += _unknown_layer_types(row, values)
     found += [
-        Problem(written.get(key, key), f"brings {what}, which the planner can't count for {model_type} yet")
+        Problem(written.get(key, key), f"adds {what}, which the planner can't count for {model_type} yet")
         for key, what in row.refuses.items()
         if values.get(key)
     ]
@@ -83,7 +82,7 @@ _OPTIONAL = ("num_key_value_heads", "head_dim", "intermediate_size", "max_positi
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that count; nested ones as `table.key`."""
+    """The keys that parameter counts depend on; nested ones as `table.key`."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if key in KEYS:
@@ -93,8 +92,8 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _twice(flat: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Problem]:
-    """Numbers that the config gives under two names, and differently."""
+def _conflicts(flat: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Problem]:
+    """Numbers that the config gives under two names with different values."""
     return [
         Problem(key, f"{_short(value)}, but {native}, which is the same number, is {_short(flat[native])}; give one")
         for key, value in flat.items()
@@ -102,24 +101,24 @@ def _twice(flat: Mapping[str, Any], aliases: Mapping[str, str]) -> list[Problem]
     ]
 
 
-def _faults(given: Mapping[str, Any], written: Mapping[str, str], layers: int) -> list[Problem]:
-    checked = ((written[key], _fault(key.rpartition(".")[2], value, layers)) for key, value in given.items())
+def _value_problems(given: Mapping[str, Any], written: Mapping[str, str], layers: int) -> list[Problem]:
+    checked = ((written[key], _problem(key.rpartition(".")[2], value, layers)) for key, value in given.items())
     found = [Problem(key, what) for key, what in checked if what]
     if layers > MOST_LAYERS:
         found.append(Problem("num_hidden_layers", f"{_short(layers)} is more than {MOST_LAYERS}"))
     return found
 
 
-def _fault(name: str, value: Any, layers: int) -> str:
-    """What is wrong with one value, in words; empty if nothing."""
+def _problem(name: str, value: Any, layers: int) -> str:
+    """The problem with one value, in words; empty if there is none."""
     if name == "per_layer_config" and value is not None:
-        return _overrides_fault(value)
+        return _overrides_problem(value)
     if value is None or name in OTHERS:
         return ""
     if name in FLAGS:
         return "" if isinstance(value, bool) else f"{_short(value)} is not true or false"
     if name in PER_LAYER | CHOSEN:
-        return _list_fault(name, value, layers)
+        return _list_problem(name, value, layers)
     if name in FACTORS:
         return "" if type(value) in (int, float) and 0 < value < LARGEST else f"{_short(value)} is not a number above 0"
     if not isinstance(value, int) or isinstance(value, bool):
@@ -128,24 +127,24 @@ def _fault(name: str, value: Any, layers: int) -> str:
     return "" if least <= value <= LARGEST else f"{_short(value)} is not a whole number from {least} to 2**48"
 
 
-def _list_fault(name: str, value: Any, layers: int) -> str:
+def _list_problem(name: str, value: Any, layers: int) -> str:
     named, least = name.endswith("types"), int(name in PER_LAYER)
     if not isinstance(value, list | tuple) or not all(
         isinstance(entry, str) if named else type(entry) is int and entry >= least for entry in value
     ):
         return f"{_short(value)} is not a list of {'names' if named else f'whole numbers from {least}'}"
     if name in PER_LAYER and len(value) != layers:
-        return f"has {len(value)} entries for {layers} layers; give one a layer"
+        return f"has {len(value)} entries for {layers} layers; give one per layer"
     return ""
 
 
-def _overrides_fault(value: Any) -> str:
-    """Numbers of single layers, by layer number, as saved configs of some types hold them."""
+def _overrides_problem(value: Any) -> str:
+    """The problem with overrides of single layers, by layer number, which saved configs of some types contain."""
     tables: list[Any] = list(value.values()) if isinstance(value, Mapping) else [None]
     if not all(isinstance(table, Mapping) for table in tables):
         return f"{_short(value)} is not a table of tables, one for each layer that differs"
     for key, entry in (item for table in tables for item in table.items()):
-        if key not in ("head_dim", "num_key_value_heads") or entry is None or _fault(key, entry, 0):
+        if key not in ("head_dim", "num_key_value_heads") or entry is None or _problem(key, entry, 0):
             return f"{_short(key)}: {_short(entry)} in it can't be counted"
     return ""
 
@@ -154,21 +153,21 @@ def _missing(row: Architecture, values: Mapping[str, Any], core: Mapping[str, st
     needed = [core[key] for key in CORE] + list(row.needs)
     if row.ffn is None and core["intermediate_size"] in values:
         needed.append(core["intermediate_size"])
-    return [Problem(key, "is needed and null; give it") for key in needed if values.get(key) is None]
+    return [Problem(key, "is required, but null") for key in needed if values.get(key) is None]
 
 
-def _strange_layers(row: Architecture, values: Mapping[str, Any]) -> list[Problem]:
-    """Entries of `layer_types` that the row can't count."""
+def _unknown_layer_types(row: Architecture, values: Mapping[str, Any]) -> list[Problem]:
+    """Entries of `layer_types` that the row does not know."""
     given = values.get("layer_types")
     if not row.layer_types or not isinstance(given, list | tuple):
         return []
-    strange = [entry for entry in given if entry not in row.layer_types]
+    unknown = [entry for entry in given if entry not in row.layer_types]
     known = ", ".join(row.layer_types)
-    return [Problem("layer_types", f"{_short(strange[0])} is none of {known}")] if strange else []
+    return [Problem("layer_types", f"{_short(unknown[0])} is not one of {known}")] if unknown else []
 
 
 def _shape(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str], assumed: Defaults) -> Shape:
-    """The shape; a key that the type has no default for is a stray one and does not count."""
+    """The shape of the model; keys that transformers has no default for are ignored."""
     number = {key: int(values.get(name) or 0) if name in assumed.values else 0 for key, name in core.items()}
     heads, hidden = number["num_attention_heads"], number["hidden_size"]
     shape = Shape(
@@ -195,7 +194,7 @@ def _shape(row: Architecture, values: Mapping[str, Any], core: Mapping[str, str]
 
 
 def _misfits(row: Architecture, shape: Shape, core: Mapping[str, str], written: Mapping[str, str]) -> list[Problem]:
-    """Numbers that are right each alone but not together."""
+    """Numbers that are valid each, but do not fit together."""
     found = []
     derived = row.head_dim is None and not (row.own_head_dim and shape.get(core["head_dim"]))
     if derived and shape.hidden % shape.heads:
@@ -207,14 +206,14 @@ def _misfits(row: Architecture, shape: Shape, core: Mapping[str, str], written: 
         note = "" if key in written else " (transformers' default, as the config gives none)"
         what = f"{shape.kv_heads}{note} does not divide the {shape.heads} attention heads"
         found.append(Problem(written.get(key, key), what))
-    return found + _expert_faults(row.experts, shape, written)
+    return found + _expert_problems(row.experts, shape, written)
 
 
-def _expert_faults(experts: Experts | None, shape: Shape, written: Mapping[str, str]) -> list[Problem]:
+def _expert_problems(experts: Experts | None, shape: Shape, written: Mapping[str, str]) -> list[Problem]:
     if experts is None or not any(experts.sparse(shape, layer) for layer in range(shape.layers)):
         return []
     needed = (experts.number, experts.visited, experts.width)
-    found = [Problem(written.get(key, key), "is needed; give a number above 0") for key in needed if not shape.num(key)]
+    found = [Problem(written.get(key, key), "is needed: give a number above 0") for key in needed if not shape.num(key)]
     if not found and shape.num(experts.visited) > shape.num(experts.number):
         what = f"{shape.num(experts.visited)} is more than the {shape.num(experts.number)} experts"
         found.append(Problem(written.get(experts.visited, experts.visited), what))
@@ -224,7 +223,7 @@ def _expert_faults(experts: Experts | None, shape: Shape, written: Mapping[str, 
 def _short(value: Any) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # Python writes out neither huge numbers nor bottomless lists.
+    except (ValueError, RecursionError):  # Python refuses to print huge numbers and recursive lists.
         text = f"a {type(value).__name__} too large to show"
     return text if len(text) <= 40 else f"{text[:40]}…"
 
@@ -248,7 +247,7 @@ SIZES = _words(
     global_head_dim num_global_key_value_heads vocab_size_per_layer_input conv_L_cache block_multiple_of
     block_ff_dim index_topk_freq"""
 )
-"""Keys that hold a whole number above zero."""
+"""Keys with a whole number above zero."""
 COUNTS = _words(
     """max_position_embeddings n_positions n_ctx max_seq_len num_experts num_local_experts n_routed_experts
     moe_num_experts num_experts_per_tok moe_k moe_topk moe_top_k num_shared_experts n_shared_experts
@@ -257,7 +256,7 @@ COUNTS = _words(
     max_target_positions
     hidden_size_per_layer_input num_kv_shared_layers top_k_experts index_skip_topk_offset"""
 )
-"""Keys that hold a whole number, zero allowed."""
+"""Keys with a whole number of at least zero."""
 FLAGS = _words(
     """tie_word_embeddings attention_bias attention_out_bias qkv_bias use_qkv_bias mlp_bias bias use_bias
     enable_bias lm_head_bias use_qk_norm qk_layernorm use_post_norm use_parallel_residual parallel_attn multi_query
@@ -268,22 +267,22 @@ FLAGS = _words(
 )
 """Keys that are true or false."""
 PER_LAYER = _words("layer_types mlp_layer_types indexer_types num_attention_heads_per_layer")
-"""Keys that hold a list with one entry a layer: names, or numbers above zero."""
+"""Keys with a list of one entry per layer: names, or numbers above zero."""
 CHOSEN = _words("mlp_only_layers moe_layers full_attn_idxs")
-"""Keys that hold a list of layer numbers."""
+"""Keys with a list of layer numbers."""
 OTHERS = _words("""hidden_act gating index_topk_pattern sparse_attention_config per_layer_config""")
-"""Keys with a form of their own; the rows that read them check them."""
+"""Keys with other values; the rows that read them check them."""
 FACTORS = _words("block_ffn_dim_multiplier")
-"""Keys that hold a number above zero, whole or not."""
+"""Keys with a number above zero, not necessarily whole."""
 OFFSETS = _words("moe_layer_end_index")
-"""Keys that hold a whole number, where -1 means the last layer."""
+"""Keys with a whole number, where -1 means the last layer."""
 KEYS = SIZES | COUNTS | FLAGS | PER_LAYER | CHOSEN | OFFSETS | FACTORS | OTHERS
-"""Every key that a parameter count can depend on; the generated defaults hold these and no more."""
+"""Every key that a parameter count can depend on; the generated defaults contain exactly these."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What transformers assumes for one model type."""
+    """Defaults of transformers for one model type."""
 
     values: Mapping[str, Any]
     """Defaults by native key."""
@@ -309,6 +308,6 @@ def text_types() -> Mapping[str, str]:
 
 
 def defaults(model_type: str) -> Defaults:
-    """What transformers assumes for keys that a config of this type leaves out."""
+    """Defaults of transformers for keys that a config of this type leaves out."""
     row = _table()["types"][model_type]
     return Defaults(row.get("values", {}), row.get("aliases", {}))

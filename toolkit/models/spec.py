@@ -1,4 +1,4 @@
-"""What the planner needs to know of a model, read from a Hugging Face config without importing transformers."""
+"""The planner's view of a model, read from a Hugging Face config without importing transformers."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ModelSpec:
     vocab: int
     """Rows of the embedding table."""
     max_positions: int
-    """Longest sequence that the model takes; 0: not limited."""
+    """Longest sequence that the model accepts; 0: no limit."""
     tied_embeddings: bool
-    """Whether the output head is the input embedding."""
+    """Whether the output head shares the weights of the input embedding."""
     experts: int = 0
     """Routed experts of a mixture-of-experts layer; 0: dense."""
     experts_per_token: int = 0
@@ -52,7 +52,7 @@ class ModelSpec:
     shared_ffn: int = 0
     """Inner width of the experts that every token visits."""
     moe_layers: int = 0
-    """How many of the layers are mixture-of-experts layers."""
+    """Number of mixture-of-experts layers."""
     embedding_params: int
     """Parameters before the first layer: token and position tables, their norms and projections."""
     layer_params: tuple[int, ...]
@@ -74,7 +74,7 @@ class ModelSpec:
 
 
 def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The spec of a Hugging Face `config.json`, given as a mapping; a composite model's text part is read."""
+    """The spec of a Hugging Face `config.json`, given as a mapping; of a composite model, its text part."""
     text = text_config(config)
     model_type = known_type(text.get("model_type"))
     row = ARCHITECTURES[model_type]
@@ -136,12 +136,12 @@ def _expert_fields(experts: Experts | None, shape: Shape, sparse_layers: int) ->
 
 
 LARGEST_BYTES = 4_000_000
-"""A config is a few kilobytes; anything near this is another kind of file."""
+"""Upper bound of a config file, which has a few kilobytes; larger files are something else."""
 OFFLINE_WAYS = "a local directory, an inline `model.config`, or a name in configs/models works without a network"
 
 
 def load_model_config(path: str, *, models_dir: Path) -> dict[str, Any]:
-    """The config of a model given as directory, JSON file, name in `models_dir` or hub id; BadInput otherwise."""
+    """The config of a model: a directory, JSON file, name in `models_dir` or hub id; raises `BadInput` otherwise."""
     if not path.strip() or "\0" in path:
         raise BadInput("model.path", f"{path!r} is not a path; {OFFLINE_WAYS}")
     local = Path(path).expanduser()
@@ -156,12 +156,12 @@ def load_model_config(path: str, *, models_dir: Path) -> dict[str, Any]:
 def _is_dir(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # A name too long for the file system is not a directory either.
+    except OSError:  # a name that is too long for the file system
         return False
 
 
 def _bundled(name: str, models_dir: Path) -> dict[str, Any] | None:
-    """The config of that file name or hub id in `models_dir`, whatever the case."""
+    """The config with that file name or hub id in `models_dir`, ignoring case; None if there is none."""
     wanted = name.casefold()
     files = sorted(models_dir.glob("*.json"))
     for file in files:
@@ -184,21 +184,21 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadInput(str(path), f"is not JSON ({error}); give a Hugging Face config.json") from error
     if not isinstance(config, dict):
-        raise BadInput(str(path), "does not hold a JSON object; give a Hugging Face config.json")
+        raise BadInput(str(path), "does not contain a JSON object; give a Hugging Face config.json")
     return config
 
 
 def _from_hub(name: str, models_dir: Path) -> Path:
-    """The hub's `config.json`, from the cache or the network; huggingface_hub itself honours HF_HUB_OFFLINE."""
+    """Path of `config.json` from the hub or its cache; huggingface_hub itself honours HF_HUB_OFFLINE."""
     try:
-        # Imported here, because planning from local files must not wait for it.
+        # Imported here because it is slow, and planning from local files does not need it.
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # Its errors share no base class: network, HTTP, validation, file system.
+    except Exception as error:  # network, HTTP, validation, file system: no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise BadInput(
             "model.path",
-            f"{name} is no directory, no name in {models_dir}, and its config.json did not come from the "
-            f"Hugging Face hub or its cache ({type(error).__name__}: {reason}); {OFFLINE_WAYS}",
+            f"{name} is neither a directory nor a name in {models_dir}, and its config.json could not be loaded from "
+            f"the Hugging Face hub or its cache ({type(error).__name__}: {reason}); {OFFLINE_WAYS}",
         ) from error

@@ -1,4 +1,4 @@
-"""Sizes of tiny twins: the same code paths in milliseconds. Pure."""
+"""Sizes of tiny models that run the same code paths as the real ones in milliseconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 LAYERS = 4
 IMAGES = {"image_size": 16, "patch_size": 4}
-"""Of models that take nothing else."""
+"""Sizes of vision models."""
 HEAD_DIM = 16
 VOCABULARY = 128
 POSITIONS = 128
@@ -48,7 +48,7 @@ _SIZES = {
 
 
 def tiny_sizes(heads: int) -> dict[str, Any]:
-    """Config key → size, under every name that model types have for it."""
+    """Config key → size, under every name that a model type uses for it."""
     width = heads * HEAD_DIM
     groups: list[tuple[Iterable[str], Any]] = [
         (_WIDTH_KEYS, width),

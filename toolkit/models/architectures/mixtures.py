@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from toolkit.models.architectures import special_terms as hybrid
+from toolkit.models.architectures import hybrid_terms as hybrid
 from toolkit.models.architectures import special_terms as own
 from toolkit.models.architectures.table_row import Architecture, decoder
 from toolkit.models.architectures.terms import (

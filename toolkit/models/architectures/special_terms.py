@@ -1,9 +1,7 @@
-"""Terms that only one or two model types have."""
+"""Terms that only one or two model types use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from toolkit.models.architectures.terms import (
@@ -15,10 +13,7 @@ from toolkit.models.architectures.terms import (
     attention,
     by_layer_type,
     delta_attention,
-    indexer,
-    latent_attention,
     lightning_attention,
-    mlp_params,
     nothing,
     stepped,
     total,
@@ -29,21 +24,21 @@ MLA: dict[str, Any] = {
     "kv_heads": lambda shape: shape.heads,
     "needs": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 }
-"""What every row with latent attention says of its heads."""
+"""Head sizes of every row with latent attention."""
 
 
 def key(name: str) -> Total:
-    """A number of the config."""
+    """The value of a config key."""
     return lambda shape: shape.num(name)
 
 
 def product(number: str, width: str) -> Total:
-    """A number of experts times the width of one."""
+    """Number of experts times the width of one expert."""
     return lambda shape: shape.num(number) * shape.num(width)
 
 
 def routed(sparse: Rule, shared_bias: Flag = False, beside: Total = nothing) -> Experts:
-    """Experts with DeepSeek's keys."""
+    """Experts with the config keys of DeepSeek."""
     return Experts(
         number="n_routed_experts",
         sparse=sparse,
@@ -56,22 +51,23 @@ def routed(sparse: Rule, shared_bias: Flag = False, beside: Total = nothing) -> 
 SHARED_GATED = Experts(
     sparse=stepped("num_experts"), shared=key("shared_expert_intermediate_size"), beside=lambda shape: shape.hidden
 )
-"""Qwen's experts: a shared one behind a gate."""
+"""Experts of Qwen: routed ones, and a shared one with a gate."""
 GRANITE_SHARED = Experts(number="num_local_experts", width="intermediate_size", shared=key("shared_intermediate_size"))
+"""Experts of Granite: routed ones, and a shared one."""
 
 
 def sinks(shape: Shape, layer: int) -> int:
-    """One learned logit a head, to which a query may attend instead of to a key."""
+    """Attention sinks: one learned logit per head."""
     return shape.heads
 
 
 def attention_gate(shape: Shape, layer: int) -> int:
-    """A gate on the output of attention, as wide as it."""
+    """A gate as wide as the output of attention."""
     return shape.hidden * shape.heads * shape.head_dim
 
 
 def doge_gates(shape: Shape, layer: int) -> int:
-    """Scales of the residual stream, and the gate that picks the keys to attend to."""
+    """Doge: scales of the residual stream, and the gate that selects keys."""
     gate = shape.kv_heads * (shape.kv_heads * shape.head_dim + 1 + shape.on("attention_bias"))
     return 2 * shape.hidden + gate
 
@@ -80,7 +76,7 @@ FULL, LINEAR = "full_attention", "linear_attention"
 minimax_attention = by_layer_type(
     lambda shape, layer: LINEAR if layer % 2 else FULL, {FULL: attention(), LINEAR: lightning_attention}
 )
-"""Softmax and linear attention in turn."""
+"""MiniMax: softmax and linear attention in turn."""
 
 
 def _qwen_kind(shape: Shape, layer: int) -> str:
@@ -95,7 +91,7 @@ qwen_attention = by_layer_type(
     _qwen_kind,
     {FULL: total(attention("attention_bias", qk_norm="head"), _gate_on_queries), LINEAR: delta_attention},
 )
-"""Gated delta rule, and gated softmax attention every fourth layer."""
+"""Qwen3-Next: gated delta rule, and gated softmax attention in every fourth layer."""
 
 
 def _olmo_kind(shape: Shape, layer: int) -> str:
@@ -104,11 +100,11 @@ def _olmo_kind(shape: Shape, layer: int) -> str:
 
 
 olmo_attention = by_layer_type(_olmo_kind, {FULL: attention("attention_bias", qk_norm="all"), LINEAR: delta_attention})
-"""Gated delta rule, and softmax attention every fourth layer."""
+"""OLMo Hybrid: gated delta rule, and softmax attention in every fourth layer."""
 
 
 def mimo_attention(shape: Shape, layer: int) -> int:
-    """Values narrower than keys; sliding layers have twice the key/value heads, and sinks."""
+    """MiMo: values narrower than keys; sliding layers have twice as many key/value heads, and sinks."""
     full = FULL if layer == 0 or not (layer + 1) % 6 else "sliding_attention"
     sliding = shape.kind("layer_types", layer, full) == "sliding_attention"
     keys, value = shape.kv_heads * (1 + sliding), shape.num("v_head_dim")
@@ -118,37 +114,37 @@ def mimo_attention(shape: Shape, layer: int) -> int:
 
 
 def m3_indexer(shape: Shape, layer: int) -> int:
-    """The scorer of sparse layers, which picks the blocks of keys that a query sees."""
+    """MiniMax M3: the indexer of sparse layers, which selects the blocks of keys for a query."""
     heads, width = shape.num("index_n_heads"), shape.num("index_head_dim")
     sparse = shape.kind("layer_types", layer, FULL) == "minimax_m3_sparse"
     return sparse * (shape.hidden * width * (heads + 1) + 2 * width)
 
 
 def axk1_sparse(shape: Shape, layer: int) -> bool:
-    """As `mlp_layer_types` says, or as older configs do."""
+    """axk1: mixture layers by `mlp_layer_types`, or by the keys of older configs."""
     first = shape.get("first_k_dense_replace")
     moe = layer >= (1 if first is None else first) and layer % (shape.num("moe_layer_freq") or 1) == 0
     return shape.kind("mlp_layer_types", layer, "sparse" if moe else "dense") == "sparse"
 
 
 def jetmoe_attention(shape: Shape, layer: int) -> int:
-    """Experts for queries and outputs, with a router and a bias; keys and values are common."""
+    """JetMoE: experts for queries and outputs, with a router and a bias; keys and values are shared."""
     width, experts = shape.kv_heads * shape.head_dim, shape.num("num_local_experts")
     return shape.hidden * (experts * (2 * width + 1) + 2 * width + 1)
 
 
 def modernbert_norms(shape: Shape, layer: int) -> int:
-    """Two norms, but one in the first layer, whose input is normed already."""
+    """ModernBERT: two norms, but one in the first layer, whose input is normalised already."""
     return (2 - (layer == 0)) * modernbert_norm(shape)
 
 
 def modernbert_norm(shape: Shape) -> int:
-    """One norm, with or without bias."""
+    """ModernBERT: one norm, with or without bias."""
     return (1 + shape.on("norm_bias")) * shape.hidden
 
 
 def modernbert_head(shape: Shape) -> int:
-    """Final norm, then a dense layer with its norm, then a bias over the vocabulary."""
+    """ModernBERT: final norm, a dense layer with its norm, and a bias over the vocabulary."""
     dense = shape.hidden * (shape.hidden + shape.on("classifier_bias"))
     return 2 * modernbert_norm(shape) + dense + shape.on("decoder_bias") * shape.vocab
 
@@ -159,7 +155,7 @@ def narrow(key: str) -> Total:
 
 
 def narrow_embed(key: str, position_width: Total | None = None) -> Total:
-    """Positions, token types and norm of a narrow token table, and the way from it to the layers."""
+    """Positions, token types and norm of a narrow token table, and the projection to the width of the layers."""
 
     def term(shape: Shape) -> int:
         width = narrow(key)(shape)
@@ -171,12 +167,12 @@ def narrow_embed(key: str, position_width: Total | None = None) -> Total:
 
 
 def narrow_head(key: str) -> Total:
-    """Dense layer and norm from the layers to the width of the token table, and a bias over the vocabulary."""
+    """Dense layer and norm that project to the width of the token table, and a bias over the vocabulary."""
     return lambda shape: narrow(key)(shape) * (shape.hidden + 3) + shape.vocab
 
 
 def cpmant_embed(shape: Shape) -> int:
-    """Prompt and segment tables, and relative position biases between segments."""
+    """CPM-Ant: prompt and segment tables, and relative position biases between segments."""
     segments = shape.num("segment_types")
     rows = shape.num("prompt_types") * shape.num("prompt_length") + segments
     return rows * shape.hidden + shape.heads * (shape.num("position_bias_num_buckets") + segments**2)
@@ -188,37 +184,37 @@ def norm_and_head_bias(shape: Shape) -> int:
 
 
 def falcon_kv_heads(shape: Shape) -> int:
-    """Grouped in the 40B design, else one or all."""
+    """Falcon: grouped key/value heads in the 40B design, otherwise one or all."""
     if shape.on("new_decoder_architecture"):
         return shape.num("num_kv_heads") or shape.heads
     return 1 if shape.on("multi_query") else shape.heads
 
 
 def falcon_norms(shape: Shape) -> int:
-    """Two norms unless attention and MLP run in parallel after one."""
+    """Falcon: two norms, or one if attention and MLP run in parallel."""
     given = shape.num("num_ln_in_parallel_attn") or (2 if shape.on("new_decoder_architecture") else 1)
     return 2 if shape.on("!parallel_attn") or given == 2 else 1
 
 
 def opt_norms(shape: Shape) -> int:
-    """Two norms with bias in each layer, unless they have no parameters."""
+    """OPT: vectors of two norms with bias per layer; 0 if the norms have no parameters."""
     return 4 * shape.on("layer_norm_elementwise_affine")
 
 
 def opt_final(shape: Shape) -> int:
-    """The final norm, which OPT-350M lacks, and the way to the width of the token table."""
+    """OPT: the final norm, which OPT-350M lacks, and the projection to the width of the token table."""
     norm = shape.on("do_layer_norm_before") and shape.on("!_remove_final_layer_norm")
     return 2 * shape.hidden * (norm and shape.on("layer_norm_elementwise_affine")) + opt_projection(shape)
 
 
 def opt_projection(shape: Shape) -> int:
-    """Between the width of the token table and that of the layers, where they differ."""
+    """OPT: projection between the widths of the token table and the layers, if they differ."""
     width = shape.num("word_embed_proj_dim") or shape.hidden
     return width * shape.hidden if width != shape.hidden else 0
 
 
 def ernie_sparse(shape: Shape, layer: int) -> bool:
-    """Every n-th layer from a first to a last one."""
+    """ERNIE: every n-th layer between a first and a last one is a mixture."""
     end = shape.num("moe_layer_end_index")
     last = shape.layers - 1 if end == -1 else end
     every = shape.num("moe_layer_interval") or 1
@@ -226,123 +222,13 @@ def ernie_sparse(shape: Shape, layer: int) -> bool:
 
 
 def llama4_sparse(shape: Shape, layer: int) -> bool:
-    """The layers of `moe_layers`, or every n-th one."""
+    """Llama 4: the layers of `moe_layers` are mixtures, or every n-th one."""
     chosen = shape.get("moe_layers")
     step = shape.num("interleave_moe_layer_step") or 1
     return layer in chosen if chosen is not None else (layer + 1) % step == 0
 
 
 def trocr_embed(shape: Shape) -> int:
-    """Learned positions and a norm, each if the config says so."""
+    """TrOCR: learned positions and a norm, each if the config enables it."""
     learned = shape.on("use_learned_position_embeddings") * (shape.positions + 2)
     return (learned + 2 * shape.on("layernorm_embedding")) * shape.hidden
-
-
-FULL = "full_attention"
-
-
-def _gemma4_full(shape: Shape, layer: int) -> bool:
-    """Every sixth layer unless the config lists them; the last one always."""
-    listed = shape.kind("layer_types", layer, "sliding" if (layer + 1) % 6 else FULL)
-    return layer == shape.layers - 1 or listed == FULL
-
-
-def _gemma4_shared(shape: Shape, layer: int) -> bool:
-    """Whether the layer takes the keys and values of an earlier one."""
-    return layer >= shape.layers - shape.num("num_kv_shared_layers") >= 0
-
-
-def _gemma4_own(shape: Shape, layer: int) -> Mapping[str, int]:
-    """The numbers that a layer has for itself: as saved configs list them, or as the full layers' keys say."""
-    listed: Mapping[str, Mapping[str, int]] | None = shape.get("per_layer_config")
-    if listed is not None:
-        return listed.get(str(layer), {})
-    if not _gemma4_full(shape, layer):
-        return {}
-    kv_heads = shape.num("num_global_key_value_heads") if shape.on("attention_k_eq_v") else 0
-    width = {"head_dim": shape.num("global_head_dim") or 512}
-    return width | {"num_key_value_heads": kv_heads} if kv_heads else width
-
-
-def gemma4_attention(shape: Shape, layer: int) -> int:
-    """Full layers have heads of their own width, and may have no values; some layers have no keys either."""
-    own, shared = _gemma4_own(shape, layer), _gemma4_shared(shape, layer)
-    width, kv_heads = own.get("head_dim", shape.head_dim), own.get("num_key_value_heads", shape.kv_heads)
-    no_values = _gemma4_full(shape, layer) and shape.on("attention_k_eq_v")
-    projected = 0 if shared else (2 - no_values) * kv_heads * width
-    queries, bias = shape.heads * width, shape.on("attention_bias")
-    return (queries + projected) * (shape.hidden + bias) + (queries + bias) * shape.hidden + (2 - shared) * width
-
-
-def gemma4_mlp(shape: Shape, layer: int) -> int:
-    """The MLP that every token visits, twice as wide in layers without keys if the config says so."""
-    first = shape.layers - shape.num("num_kv_shared_layers")
-    double = shape.on("use_double_wide_mlp") and layer >= first > 0
-    return mlp_params(shape, shape.ffn * (1 + double), 3, False)
-
-
-def gemma4_layer_input(shape: Shape, layer: int) -> int:
-    """Gate, projection and norm of the embedding that each layer has for itself."""
-    width = shape.num("hidden_size_per_layer_input")
-    return shape.hidden * (2 * width + 1) if width else 0
-
-
-def gemma4_embed(shape: Shape) -> int:
-    """The table of those embeddings, and a projection with a norm."""
-    width = shape.num("hidden_size_per_layer_input")
-    return width * (shape.layers * (shape.num("vocab_size_per_layer_input") + shape.hidden) + 1)
-
-
-def laguna_attention(shape: Shape, layer: int) -> int:
-    """Another number of heads in each layer, if listed; a gate for each head, or as wide as the output."""
-    heads = shape.get("num_attention_heads_per_layer")
-    own = replace(shape, heads=heads[layer]) if heads else shape
-    per_head = shape.get("gating") in (True, "per-head")
-    gate = shape.hidden * own.heads * (1 if per_head else own.head_dim)
-    return attention("attention_bias", qk_norm="head")(own, layer) + gate
-
-
-def glm_indexer(shape: Shape, layer: int) -> int:
-    """The scorer of sparse attention, in layers that do not take an earlier layer's choice."""
-    offset = shape.get("index_skip_topk_offset")
-    since = max(layer - (2 if offset is None else offset) + 1, 0)
-    scheduled = "shared" if since % (shape.num("index_topk_freq") or 1) else "full"
-    return indexer(shape, layer) if shape.kind("indexer_types", layer, scheduled) == "full" else 0
-
-
-def longcat_second_half(shape: Shape, layer: int) -> int:
-    """A layer is two layers with one mixture: the second attention and its norms, and both dense MLPs."""
-    return latent_attention()(shape, layer) + 2 * shape.hidden + 2 * mlp_params(shape, shape.ffn, 3, False)
-
-
-def longcat_zero_experts(shape: Shape) -> int:
-    """Rows of the router for experts that do nothing, and their gates, which transformers allocates all the same."""
-    zero, width = shape.num("zero_expert_num"), shape.num("expert_ffn_hidden_size")
-    return zero * shape.hidden * (1 + 2 * width)
-
-
-def _lfm2_convolution(shape: Shape, layer: int) -> int:
-    """Two gates and a short convolution."""
-    bias = shape.on("conv_bias")
-    return shape.hidden * (4 * shape.hidden + shape.num("conv_L_cache") + 5 * bias)
-
-
-def _lfm2_kind(shape: Shape, layer: int) -> str:
-    chosen = shape.get("full_attn_idxs")
-    return FULL if chosen is None or layer in chosen else "conv"
-
-
-lfm2_mixer = by_layer_type(_lfm2_kind, {FULL: attention(qk_norm="head"), "conv": _lfm2_convolution})
-"""Attention or a short convolution."""
-
-
-def lfm2_ffn(shape: Shape) -> int:
-    """Two thirds of the given width, times a factor, rounded up to a multiple."""
-    width = shape.num("intermediate_size")
-    if shape.on("!block_auto_adjust_ff_dim"):
-        return width
-    width, factor = int(2 * width / 3), shape.get("block_ffn_dim_multiplier")
-    if factor is None:
-        return width
-    multiple = shape.num("block_multiple_of") or 1
-    return -(-int(factor * width) // multiple) * multiple

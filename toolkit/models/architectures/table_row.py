@@ -1,4 +1,4 @@
-"""What a row of the table of model types holds, and the short ways to write one."""
+"""The type of a row in the table of model types, and helpers to write rows for common families."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ class Architecture:
     """How the parameters of one model type follow from its config."""
 
     layer: Term
-    """One layer without its MLP or experts."""
+    """Parameters of one layer without its MLP or experts."""
     mlp: Term
-    """The MLP of a dense layer."""
+    """Parameters of the MLP of a dense layer."""
     gated: bool
     """Whether the MLP has a gate."""
     experts: Experts | None = None
-    """The mixture of experts, if there is one."""
+    """The mixture of experts; None for a dense model."""
     embed: Total = nothing
-    """Before the first layer, beside the token table."""
+    """Parameters before the first layer other than the token table."""
     final: Total = nothing
-    """After the last layer, beside the output matrix."""
+    """Parameters after the last layer other than the output matrix."""
     token_width: Total = lambda shape: shape.hidden
     """Width of the token table and of the output matrix."""
     untied_bias: bool = False
-    """Whether an output matrix of its own brings a bias of its own."""
+    """Whether an untied output matrix has a bias."""
     ffn: Total | None = None
-    """Inner width of the MLP where the config gives none."""
+    """Inner width of the MLP if the config gives none."""
     own_head_dim: bool = True
-    """Whether the type reads `head_dim`; otherwise it is the hidden size over the heads."""
+    """Whether the type reads `head_dim`; otherwise it is the hidden size divided by the heads."""
     ties: bool = True
-    """Whether `tie_word_embeddings` is heeded at all."""
+    """Whether the type reads `tie_word_embeddings` at all."""
     vocab: Total | None = None
-    """Rows of the token table where they are not simply `vocab_size`."""
+    """Rows of the token table, if they are not simply `vocab_size`."""
     heads: Total | None = None
-    """Query heads where the config does not give them."""
+    """Query heads, if the config does not give them."""
     kv_heads: Total | None = None
-    """Key/value heads where they are not simply `num_key_value_heads`."""
+    """Key/value heads, if they are not simply `num_key_value_heads`."""
     head_dim: Total | None = None
-    """Width of a head where it is not simply `head_dim`."""
+    """Width of a head, if it is not simply `head_dim`."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Common key to native key, where transformers itself has no alias."""
+    """Common key → native key, for keys without an alias in transformers."""
     legacy: Mapping[str, str] = field(default_factory=dict)
-    """Keys of older configs to native keys, as transformers still takes them."""
+    """Key of older configs → native key, as transformers still accepts them."""
     reads: tuple[str, ...] = ()
-    """Keys that the type heeds although transformers has no default for them."""
+    """Keys that the type reads although transformers has no default for them."""
     needs: tuple[str, ...] = ()
     """Keys that must not be null."""
     layer_types: tuple[str, ...] = ()
-    """Entries of `layer_types` that are known, where the count depends on them."""
+    """Known entries of `layer_types`, if the count depends on them."""
     refuses: Mapping[str, str] = field(default_factory=dict)
-    """Keys that change the count in a way that is not known here, with what they bring."""
+    """Keys that change the count in an unsupported way → what they add."""
 
 
 CROSS_ATTENTION = {"add_cross_attention": "attention to an encoder"}
-"""What no GPT-like or BERT-like row counts."""
+"""An option that no GPT-like or BERT-like row supports."""
 
 
 SEQ2SEQ_NAMES = {
@@ -66,7 +66,7 @@ SEQ2SEQ_NAMES = {
     "num_attention_heads": "decoder_attention_heads",
     "intermediate_size": "decoder_ffn_dim",
 }
-"""Keys of the decoder half of an encoder-decoder model."""
+"""Common key → key of the decoder half of an encoder-decoder model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def decoder(*, final: Total | None = None, **options: Any) -> Architecture:
 
 
 def gpt(*, bias: Flag = True, mlp_bias: Flag = True, **rest: Any) -> Architecture:
-    """A GPT-2-like row: biases, layer norms with bias, a plain MLP of four times the width unless told otherwise."""
+    """A GPT-2-like row: biases, layer norms with bias, and by default a plain MLP of four times the width."""
     options: dict[str, Any] = {"vectors": 2, "own_head_dim": False, "ffn": lambda shape: 4 * shape.hidden}
     options["refuses"] = CROSS_ATTENTION
     return decoder(bias=bias, mlp_bias=mlp_bias, matrices=2, **(options | rest))

@@ -15,9 +15,9 @@ class Shape:
     """The resolved numbers of one config, as the terms read them."""
 
     values: Mapping[str, Any]
-    """Every key that counts, by native name, defaults filled in."""
+    """Every relevant key, by native name, with defaults filled in."""
     aliases: Mapping[str, str]
-    """Common key to native key."""
+    """Common key → native key."""
     layers: int
     """Number of decoder layers."""
     hidden: int
@@ -33,14 +33,14 @@ class Shape:
     vocab: int
     """Rows of the embedding table."""
     positions: int
-    """Longest sequence; 0: not limited."""
+    """Longest sequence; 0: no limit."""
 
     def get(self, key: str) -> Any:
         """A value of the config, by common or native key."""
         return self.values.get(self.aliases.get(key, key))
 
     def num(self, key: str) -> int:
-        """A number of the config; 0 where it is absent or null."""
+        """A number of the config; 0 if it is absent or null."""
         return int(self.get(key) or 0)
 
     def on(self, flag: Flag) -> bool:
@@ -51,7 +51,7 @@ class Shape:
         return bool(self.get(flag.lstrip("!"))) is wanted
 
     def kind(self, key: str, layer: int, default: str) -> str:
-        """The entry of a per-layer list such as `layer_types`, or the default where there is no list."""
+        """The entry of a per-layer list such as `layer_types`, or the default if there is no list."""
         entries = self.get(key)
         return str(entries[layer]) if entries else default
 
@@ -72,7 +72,7 @@ def nothing(_shape: Shape, _layer: int = 0) -> int:
 def attention(
     bias: Flag = False, out_bias: Flag | None = None, qk_norm: str = "", norm: Flag = True, square_out: bool = False
 ) -> Term:
-    """Query, key, value and output projections, grouped or not, fused or not; `qk_norm` as in `_qk_norm`."""
+    """Query, key, value and output projections, with norms of queries and keys as in `_qk_norm`."""
     out = bias if out_bias is None else out_bias
 
     def term(shape: Shape, layer: int) -> int:
@@ -111,7 +111,7 @@ def latent_attention(bias: Flag = "attention_bias", rope_key: str = "qk_rope_hea
 
 
 def indexer(shape: Shape, layer: int) -> int:
-    """The scorer of DeepSeek sparse attention, which picks the keys that a query sees."""
+    """The indexer of DeepSeek sparse attention, which selects the keys for a query."""
     heads, width = shape.num("index_n_heads"), shape.num("index_head_dim")
     return shape.num("q_lora_rank") * heads * width + shape.hidden * (width + heads) + 2 * width
 
@@ -119,7 +119,7 @@ def indexer(shape: Shape, layer: int) -> int:
 def delta_attention(shape: Shape, layer: int) -> int:
     """Gated delta rule (linear attention with a short convolution), as in Qwen3-Next."""
     key_heads, heads = (shape.num(f"linear_num_{kind}_heads") or shape.heads for kind in ("key", "value"))
-    # OLMo derives the widths that a config leaves out in this way; Qwen's always has them.
+    # OLMo derives missing widths in this way; configs of Qwen always contain them.
     key_width = shape.num("linear_key_head_dim") or int(0.75 * shape.hidden / key_heads)
     width = shape.num("linear_value_head_dim") or 2 * key_width
     keys, values = key_heads * key_width, heads * width
@@ -135,7 +135,7 @@ def lightning_attention(shape: Shape, layer: int) -> int:
 
 
 def by_layer_type(default: Callable[[Shape, int], str], terms: Mapping[str, Term]) -> Term:
-    """One term for each entry of `layer_types`; `default` names it where the config has no list."""
+    """One term per entry of `layer_types`; `default` gives the entry if the config has no list."""
 
     def term(shape: Shape, layer: int) -> int:
         return terms[shape.kind("layer_types", layer, default(shape, layer))](shape, layer)
@@ -167,7 +167,7 @@ def norms(number: int | Total, vectors: int = 1) -> Term:
 
 
 def cross_attention(width_key: str = "", bias: Flag = True, biases: int = 4) -> Term:
-    """Attention to an encoder, with its norm; `biases` of its four projections have one."""
+    """Attention to an encoder, with its norm; `biases` is how many of its four projections have a bias."""
 
     def term(shape: Shape, layer: int) -> int:
         width = shape.num(width_key) or shape.hidden
@@ -184,7 +184,7 @@ def total(*terms: Term) -> Term:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: which layers, which keys, what beside the experts' matrices."""
+    """A mixture of experts: in which layers, under which config keys, and what it has besides the expert matrices."""
 
     number: str = "num_experts"
     """Key with the number of routed experts."""
@@ -193,7 +193,7 @@ class Experts:
     width: str = "moe_intermediate_size"
     """Key with the inner width of one expert."""
     sparse: Rule = lambda shape, layer: True
-    """Which layers are mixtures."""
+    """Whether a layer is a mixture."""
     shared: Total = nothing
     """Inner width of the experts that every token visits."""
     shared_bias: Flag = False
@@ -203,7 +203,7 @@ class Experts:
     bias: bool = False
     """Whether the routed experts have biases."""
     router: int = 0
-    """Parameters of the router for each expert, beside its row of weights."""
+    """Parameters of the router per expert, besides its row of weights."""
     beside: Total = nothing
     """Anything else in a mixture layer."""
 
@@ -212,19 +212,19 @@ class Experts:
         return mlp_params(shape, shape.num(self.width), self.matrices, self.bias)
 
     def always(self, shape: Shape) -> int:
-        """Parameters that every token visits: router, shared experts, the rest."""
+        """Parameters that every token visits: router, shared experts and the rest."""
         router = shape.num(self.number) * (shape.hidden + self.router)
         shared = mlp_params(shape, self.shared(shape), self.matrices, shape.on(self.shared_bias))
         return router + shared + self.beside(shape)
 
 
 def after(key: str) -> Rule:
-    """The first layers, as many as the key says, are dense."""
+    """The first layers are dense; the key gives their number."""
     return lambda shape, layer: layer >= shape.num(key)
 
 
 def listed(dense: int | str) -> Rule:
-    """As `mlp_layer_types` says; without it, the first `dense` layers (a number or a key) are dense."""
+    """By `mlp_layer_types`; without it, the first `dense` layers (a number or a key) are dense."""
 
     def rule(shape: Shape, layer: int) -> bool:
         first = dense if isinstance(dense, int) else shape.num(dense)
@@ -234,7 +234,7 @@ def listed(dense: int | str) -> Rule:
 
 
 def stepped(key: str, dense: tuple[int, ...] = ()) -> Rule:
-    """Every `decoder_sparse_step`-th layer, but none in `mlp_only_layers`, and only if the key counts any experts."""
+    """Every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`, if the key gives any experts."""
 
     def rule(shape: Shape, layer: int) -> bool:
         given = shape.get("mlp_only_layers")
