@@ -37,8 +37,8 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_store import serve
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker, run_warm
-from toolkit.sessions import async_islands
 from toolkit.sessions.resolve import resolve
+from toolkit.sessions.start import prepare_islands, watch_islands
 
 MBIT = 50
 ROUND = 50
@@ -187,11 +187,11 @@ def asynchronous(
         resolved = resolve(load_recipe(find_recipe("demo"), [*SMALL, *overrides]), 2)
         run = resolved.write(Path(folder) / "run")
         mailbox, said = serve("127.0.0.1", 0), io.StringIO()
-        parts = async_islands.prepare(resolved, run, ("127.0.0.1", int(mailbox.port)))
+        parts = prepare_islands(resolved, run, ("127.0.0.1", int(mailbox.port)))
         if disturb:
             threading.Thread(target=disturb, args=(run,), daemon=True).start()
         enter = Lagging(times)
-        code = async_islands.watch(
+        code = watch_islands(
             parts, Console(file=said, width=200), restarts, lambda command: WarmProcess.start(command, enter)
         )
         gather(run, 2, "done")

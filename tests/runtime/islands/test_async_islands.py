@@ -31,8 +31,8 @@ from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_store import serve
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
-from toolkit.sessions import async_islands
 from toolkit.sessions.resolve import resolve
+from toolkit.sessions.start import prepare_islands, watch_islands
 
 STEPS, ROUND = 24, 6
 """Steps of the recipe, each of two islands' shares, and steps of a round."""
@@ -88,10 +88,10 @@ def together(recipe_mapping: dict[str, Any], tmp_path: Path) -> Together:
         resolved = resolve(make_recipe(recipe_mapping, [*base, *overrides]), nproc)
         directory = resolved.write(tmp_path / "run", resuming=(tmp_path / "run").exists())
         mailbox, text = serve("127.0.0.1", 0), io.StringIO()
-        parts = async_islands.prepare(resolved, directory, ("127.0.0.1", int(mailbox.port)))
+        parts = prepare_islands(resolved, directory, ("127.0.0.1", int(mailbox.port)))
         if disturb:
             threading.Thread(target=disturb, args=(directory,), daemon=True).start()
-        code = async_islands.watch(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
+        code = watch_islands(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
         gather(directory, 2, "done")
         return Ended(directory, code, text.getvalue())
 
@@ -192,8 +192,8 @@ def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_
         axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
         resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
         runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
-        sites = [async_islands.prepare(resolved, run, place, number)[0] for number, run in enumerate(runs)]
-        assert async_islands.watch(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+        sites = [prepare_islands(resolved, run, place, number)[0] for number, run in enumerate(runs)]
+        assert watch_islands(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
         mailbox.terminate()
         assert mailbox.wait() == 0
     done = [line for n, run in enumerate(runs) for line in run.island(n).metrics.read_text().splitlines()]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from toolkit.models.architectures.dense import DENSE
-from toolkit.models.architectures.gpt import BERT, GPT, SEQ2SEQ
+from toolkit.models.architectures.dense import BERT, DENSE, GPT, SEQ2SEQ
 from toolkit.models.architectures.mixtures import LATENT, LINEAR, MIXTURES
 from toolkit.models.architectures.table_row import Architecture
 
