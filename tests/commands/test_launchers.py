@@ -49,7 +49,7 @@ def test_pipelines_are_refused_under_accelerate(
     monkeypatch.chdir(workspace)
     pipeline = "strategy={name: pipeline, pp: 2}"
     assert main(["train", "recipe.yaml", pipeline, "--nproc", "2", "--launcher", "accelerate"]) == 2
-    assert "accelerate has no pipeline; use another --launcher" in capsys.readouterr().err
+    assert "accelerate does not support pipeline parallelism; use another --launcher" in capsys.readouterr().err
 
 
 def test_problems_under_another_launcher_are_one_message(workspace: Path) -> None:

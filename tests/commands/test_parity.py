@@ -49,7 +49,7 @@ def test_refused_everywhere_is_exit_3(recipe: str, capsys: pytest.CaptureFixture
 
 
 def test_unknown_strategy() -> None:
-    with pytest.raises(BadInput, match="'zoro' given; all, or some of: data_parallel"):
+    with pytest.raises(BadInput, match="'zoro' given; use all, or some of: data_parallel"):
         parity.cases("zoro", 2)
 
 

@@ -158,7 +158,7 @@ def test_what_a_cluster_lacks_is_reported(capsys: pytest.CaptureFixture[str], mo
     ("address", "told"),
     [
         ("127.0.0.1:1", "no Ray cluster at '127.0.0.1:1': [Errno 111] Connection refused; start one"),
-        ("ray://127.0.0.1:10001", "an address of Ray's client; start this command on a node of the cluster"),
+        ("ray://127.0.0.1:10001", "a Ray Client address; run this command on a node of the cluster"),
         ("$(touch CANARY)", "HOST:PORT or `auto`"),
     ],
 )

@@ -61,5 +61,5 @@ def test_what_they_can_not_do_is_refused(
 
 
 def test_a_warm_up_that_differs_is_reported(recipe_mapping: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="one step behind"):
+    with pytest.warns(UserWarning, match="one step later"):
         api.training_arguments(api.plan(recipe_mapping, "strategy.name=zero", "train.warmup=2", nproc=2), "out")

@@ -27,7 +27,7 @@ def environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
 def set_own_ray() -> None:
     """Settings for a Ray cluster that we start ourselves.
 
-    Ray (2.60.0) otherwise sends usage statistics, and lowers the priority of its workers (niceness 15), so that they
+    Ray (2.60.0) otherwise sends usage statistics, and lowers the priority of its workers, so that they
     train slower than under other launchers on a busy host. Values that the user has set are kept.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -43,7 +43,7 @@ class CheckContext:
 FLOORS = {
     "torch": ("2.10", "older versions execute code from weight files (CVE-2025-32434, CVE-2026-24747)"),
     "transformers": ("5.3", "older versions execute remote code despite trust_remote_code=False (CVE-2026-4372)"),
-    "deepspeed": ("0.19.4", "older versions compute wrong gradients for tensor parallelism with ZeRO"),
+    "deepspeed": ("0.19.4", "older versions are not exact for tensor parallelism with ZeRO"),
 }
 
 

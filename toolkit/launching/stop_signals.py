@@ -1,4 +1,4 @@
-"""Stop requests: SIGTERM and SIGUSR1 (from Slurm, Kubernetes or a person) set a flag that is checked every step."""
+"""Stop requests: SIGTERM and SIGUSR1 (from Slurm, Kubernetes or a person) set a flag, read between steps."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
     if recipe.checkpoint.every and (recipe.strategy.offload or "").startswith("nvme"):
         yield Problem(
             "checkpoint.every",
-            "optimizer states on NVMe can't be saved by this version; use offload: cpu, or set it to 0",
+            "states on NVMe can't be saved by this version; use offload: cpu, or set it to 0",
         )
     if recipe.model.lora is not None:
         yield from _lora_problems(recipe, recipe.model.lora)
