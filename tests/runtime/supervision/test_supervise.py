@@ -197,10 +197,10 @@ def test_twenty_kills_lose_nothing(watched: Watched) -> None:
 ORPHAN = """
 import os, sys, time
 from pathlib import Path
-from toolkit.runtime.supervision.heartbeat_thread import Pulse
+from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
 reading, writing = os.pipe()
 os.close(reading)
-Pulse(Path(sys.argv[1]), 0, os.fdopen(writing, "w"), parent=1 + os.getppid()).start()
+HeartbeatThread(Path(sys.argv[1]), 0, os.fdopen(writing, "w"), parent=1 + os.getppid()).start()
 time.sleep(60)
 """
 
