@@ -64,7 +64,7 @@ class _DataSheet:
     domain: int = 8
 
     def device(self) -> Device:
-        """The same figures in bytes, FLOPs and seconds."""
+        """This row in bytes, FLOPs and seconds."""
         return Device(
             name=self.name,
             backend=self.backend,

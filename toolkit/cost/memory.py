@@ -252,7 +252,7 @@ LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 PIPELINE_BUFFERS = 2
 """Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
-"""The same for DeepSpeed, where the first stage keeps only its output and the last only its input."""
+"""Under DeepSpeed, where the first stage keeps only its output and the last only its input."""
 ARRIVED = 2
 """Tensors that a stage holds when a gradient arrives: the gradient and its activation (counted on the demo)."""
 GRADIENTS_OF_ACTIVATIONS = 1.0

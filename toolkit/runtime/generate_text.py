@@ -1,4 +1,4 @@
-"""Text from a checkpoint."""
+"""Generate text from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolkit.runtime.data.load import load_recipe_tokenizer
 def sample(
     checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int, trust_remote_code: bool = False
 ) -> str:
-    """The prompt and what the model goes on with; the checkpoint is verified first."""
+    """The prompt, continued by the model; the checkpoint is verified first."""
     damaged = faults(checkpoint)
     if damaged:
         raise BadInput(f"{checkpoint} is damaged", damaged)

@@ -155,7 +155,7 @@ def explain(decision: Decision) -> str:
 
 
 TOO_EARLY = (
-    "islands that begin with random weights gain little from one another: train inside one site first, and go on from "
+    "islands that begin with random weights gain little from one another: train inside one site first, and resume from "
     "there with checkpoint.resume"
 )
 

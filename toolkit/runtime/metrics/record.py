@@ -23,20 +23,20 @@ class Record:
     step_seconds: float
     tokens_per_second: float
     mfu: float
-    """Model FLOPs a second (6 a parameter and token, attention over the full square, no recompute) over the peak."""
+    """Model FLOPs per second (6 per parameter and token, attention over the full square, no recompute) over the peak."""
     memory_bytes: int
     """Peak of this rank so far."""
     comm_seconds: float
-    """Time that this rank was held by collectives."""
+    """Time this rank spent blocked in collectives."""
     data_seconds: float
-    """Time that this rank waited for its batch."""
+    """Time this rank waited for its batch."""
     time: float = 0.0
     """When the step ended, seconds since 1970."""
     hfu: float = 0.0
     """As `mfu`, with what the backward pass computes again."""
     tokens_per_second_per_device: float = 0.0
     wall_seconds: float = 0.0
-    """Since the end of the step before: the step and what stood between the two."""
+    """Since the end of the previous step: the step itself and the hooks before it."""
     parts: dict[str, float] = field(default_factory=dict)
     """`wall_seconds` of this rank by part, as in `run_dir.step_parts`; on an accelerator in detailed steps only."""
     grad_sync_seconds: float | None = None
@@ -50,7 +50,7 @@ class Record:
     noise_scale_sequences: float | None = None
     """Gradient noise scale, a running mean, where `metrics.noise_scale` asks for it."""
     checkpoint_step: int = 0
-    """Newest checkpoint that is whole."""
+    """Step of the newest complete checkpoint."""
     sample_ids: list[int] | None = None
     """Samples of this step, over all replicas, where `metrics.sample_ids` asks for them."""
     ranks: dict[str, dict[str, float]] | None = None
@@ -58,7 +58,7 @@ class Record:
     collectives: dict[str, dict[str, float]] | None = None
     """Calls, bytes and seconds of this step on this rank, by kind and purpose; in detailed steps."""
     straggler: dict[str, float] | None = None
-    """Rank that holds the others up, and by how many seconds a step; in detailed steps."""
+    """The straggler, if there is one: its rank, and seconds per step that it is slower; in detailed steps."""
     bubble_by_stage: list[float] | None = None
     """Share of the pipeline's time in which each stage does not compute; in detailed steps."""
 
