@@ -23,7 +23,7 @@ class Record:
     step_seconds: float
     tokens_per_second: float
     mfu: float
-    """Model FLOPs per second (6 per parameter and token, attention over the full square, no recompute) over the peak."""
+    """Model FLOPs per second (6 per parameter and token, full-square attention, no recompute) over the peak."""
     memory_bytes: int
     """Peak of this rank so far."""
     comm_seconds: float
