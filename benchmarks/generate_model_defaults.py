@@ -1,4 +1,4 @@
-"""Writes toolkit/architectures/defaults.json: what transformers assumes for each causal language model type.
+"""Writes toolkit/models/defaults.json: the defaults of transformers for each causal language model type.
 
     python benchmarks/generate_model_defaults.py [--check]
 
@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from toolkit.models.config_reader import KEYS
 
-TARGET = Path(__file__).parents[1] / "toolkit" / "models" / "architectures" / "defaults.json"
+TARGET = Path(__file__).parents[1] / "toolkit" / "models" / "defaults.json"
 
 
 def field_defaults(config_class: type, prefix: str = "") -> dict[str, Any]:
