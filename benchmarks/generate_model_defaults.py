@@ -1,4 +1,4 @@
-"""Writes toolkit/architectures/defaults.json: what transformers assumes for each causal language model type.
+"""Writes toolkit/models/defaults.json: the defaults of transformers for each causal language model type.
 
     python benchmarks/generate_model_defaults.py [--check]
 

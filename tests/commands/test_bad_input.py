@@ -58,7 +58,7 @@ def failing(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
         ("strategy={micro_batch: 3}", 3, "does not make the global batch 8"),
         ("model.precision=fp16", 3, "no fp16 on CPU"),
         ("train.optimizer=onebit_lamb", 2, "removed in 0.19.7"),
-        ("train.reduce.algorithm=ring", 2, "train.reduce.algorithm ring and tree are NCCL's"),
+        ("train.reduce.algorithm=ring", 2, "train.reduce.algorithm ring and tree are NCCL algorithms"),
         ("train.reduce.algorithm=hierarchical", 2, "needs several hosts"),
         ("train.reduce.overlap=true", 2, "needs device streams"),
         ("train.batch_ramp={start: 3, stage_steps: 1}", 2, "doubling must lead to global_batch 8; use 4 or 2 or 1"),

@@ -43,8 +43,8 @@ def reason(plan: Plan, *, cpu: bool = False, nodes: int = 2, **section: Any) -> 
         (ZERO_2, {"cpu": True}, {"overlap": True}, "device streams"),
         (ZERO_0, {}, {"overlap": True}, "after the backward pass"),
         (ZERO_1, {}, {"overlap": True}, "after the backward pass"),
-        (ZERO_0, {"cpu": True}, {"algorithm": "tree"}, "NCCL's"),
-        (ZERO_2, {}, {"algorithm": "hierarchical"}, "ZeRO 0 alone"),
+        (ZERO_0, {"cpu": True}, {"algorithm": "tree"}, "NCCL algorithms"),
+        (ZERO_2, {}, {"algorithm": "hierarchical"}, "only ZeRO 0"),
         (replace(ZERO_0, dp=8), {"nodes": 1}, {"algorithm": "hierarchical"}, "several hosts"),
     ],
 )

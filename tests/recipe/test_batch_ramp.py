@@ -52,5 +52,5 @@ def test_plans_that_cannot_start_small_are_refused() -> None:
     found = resolve(recipe("train.batch_ramp={start: 4, stage_steps: 2}"), 2).decision
     assert all(4 % (option.plan.micro_batch * option.plan.dp) == 0 for option in found.ranked)
     reasons = " ".join(refusal.reason for refusal in found.refused)
-    assert "no multiple of micro_batch" in reasons
-    assert "a pipeline's schedule" in reasons
+    assert "must be a multiple of micro_batch" in reasons
+    assert "which pipelines and offload fix" in reasons

@@ -118,7 +118,7 @@ def _parameter(entry: Mapping[str, Any], files: set[str]) -> Parameter:
 
 def _piece(given: Mapping[str, Any], files: set[str]) -> FragmentEntry:
     if given["file"] not in files:
-        raise ValueError(f"{given['file']!r} is not in the manifest")
+        raise ValueError(f"{given['file']!r} is not a file in the manifest")
     kinds = tuple(given["kinds"])
     if not isinstance(given["key"], str) or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError("key and kinds are not text")

@@ -172,7 +172,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
-        reason="train.batch_ramp.start must be a multiple of micro_batch × dp; use a smaller micro_batch",
+        reason="train.batch_ramp.start must be a multiple of micro_batch × dp; use a smaller micro_batch or a larger "
+        "start",
     ),
     Rule(
         forbids=lambda plan, job: plan.zero_stage > 0 and _divides(job.workload.reduce),
@@ -220,7 +221,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
-        reason="DeepSpeed removed 0/1 Adam and 1-bit LAMB in 0.19.7; use onebit_adam, "
+        reason="0/1 Adam and 1-bit LAMB of DeepSpeed were removed in 0.19.7; use onebit_adam, "
         "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
         since="0.19.7",
         key="train.optimizer",

@@ -141,8 +141,8 @@ def test_links_and_traversal_read_nothing_outside(tmp_path: Path, capsys: pytest
     (path / "index.json").write_bytes(canonical_json(index))
     forge(path)
     assert cli.main(["verify", str(path)]) == 2
-    assert "is not in the manifest" in capsys.readouterr().err
-    with pytest.raises(BadInput, match="no file of the manifest"):
+    assert "is not a file in the manifest" in capsys.readouterr().err
+    with pytest.raises(BadInput, match="is not a file in the manifest"):
         Reader.open(path)
     (path / "rank-00000-0.safetensors").unlink()
     (path / "rank-00000-0.safetensors").symlink_to(outside)

@@ -51,7 +51,7 @@ def test_16_bits_compress_too(train: Trainer) -> None:
         (("train.grad_clip=1", "train.freeze_steps=2"), "no rank has the full gradient"),
         (("train.grad_clip=0", "train.freeze_steps=2", "strategy.name=zero"), "between full replicas"),
         (("train.grad_clip=0", "train.freeze_steps=2", "strategy.zero_stage=1"), "between full replicas"),
-        (("train.grad_clip=0", "train.freeze_steps=2", "model.precision=fp16"), "moving loss scale"),
+        (("train.grad_clip=0", "train.freeze_steps=2", "model.precision=fp16"), "changing loss scale"),
         (("train.grad_clip=0",), "required with onebit_adam"),
         (("train.grad_clip=0", "train.freeze_steps=2", "metrics.noise_scale=true"), "needs reduced gradients"),
         (("train.grad_clip=0", "train.freeze_steps=2", "train.optimizer=adamw"), "unused with optimizer adamw"),

@@ -45,7 +45,7 @@ def test_a_recipe_asks_for_it_and_it_is_tried_first(
     assert "checking the split" in capsys.readouterr().out
     assert "autotp_size" in (tmp_path / "run" / "deepspeed.json").read_text()
     for change, words in {
-        "checkpoint.every=1": "our checkpoints can't be written",
+        "checkpoint.every=1": "so checkpoints can't be written",
         "strategy.zero_stage=0": "reports no gradient norm",
     }.items():
         assert cli.main([*argv, change, "--run-dir", str(tmp_path / "no")]) == 3
