@@ -63,7 +63,7 @@ def versions(context: CheckContext) -> Iterator[Finding]:
 
 def stale_locks(context: CheckContext) -> Iterator[Finding]:
     """Find lock files of interrupted kernel builds; torch (2.13.0) waits for them forever (pytorch#189245)."""
-    root = Path(context.env.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    root = Path(context.env.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions"))
     locks = [lock for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 600]
     for lock in locks:
         yield Finding("build locks", "error", f"{lock} is left over from an interrupted build", f"rm {lock}")

@@ -13,8 +13,9 @@ from typing import Any
 from toolkit.models.tiny_sizes import tiny_sizes
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.recipe.sections import Model
+from toolkit.resources import user_cache
 
-CACHE = Path.home() / ".cache" / "zero-toolkit" / "proofs.json"
+CACHE_NAME = "proofs.json"
 MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
@@ -52,7 +53,7 @@ class Proofs:
     """The cache file of verdicts. A lost or damaged file only costs time."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path or CACHE
+        self._path = path or user_cache() / CACHE_NAME
         self._known: dict[str, dict[str, Any]] | None = None
 
     def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
