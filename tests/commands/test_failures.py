@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import yaml
 from toolkit import cli
 from toolkit.cli import main
 
-SECRET = "planted-secret-value"
+SECRET = "planted-secret-value"  # noqa: S105 - it is planted
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
+def broken(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     """A command that raises what the test puts into the list."""
     raised: list[BaseException] = []
 
@@ -46,7 +45,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[BaseException]]:
             raise raised[0]
 
     monkeypatch.setattr(cli, "_module", lambda command: Broken)
-    yield raised
+    return raised
 
 
 def process(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import store
-from toolkit.checkpoints.format import INDEX, MANIFEST, faults, parse_index, read_manifest, read_small
+from toolkit.checkpoints.format import MANIFEST, content_faults, faults, read_manifest
 from toolkit.errors import BadInput, Problem
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe, load_recipe
@@ -233,14 +233,8 @@ def verify(given: Path) -> tuple[list[Verification], list[Problem]]:
 
 
 def check(path: Path) -> list[Problem]:
-    """Return every problem of one checkpoint: damaged files or, if there are none, errors in its index."""
-    found = faults(path)
-    if not found:
-        try:
-            parse_index(read_small(path / INDEX), read_manifest(path)[0])
-        except BadInput as error:
-            found = list(error.problems)
-    return found
+    """Return every problem of one checkpoint: damaged files or, if there are none, errors in its index or state."""
+    return faults(path) or content_faults(path)
 
 
 def _verify_one(path: Path) -> Verification:
