@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -76,10 +77,20 @@ class Proofs:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            known = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+            known = json.loads(self._path.read_bytes())
+            valid = isinstance(known, dict) and all(map(_is_verdict, known.values()))
+        except OSError:
             return {}
-        return known if isinstance(known, dict) else {}
+        except (ValueError, RecursionError):
+            valid = False
+        if not valid:
+            print(f"{self._path} is damaged and ignored; splits are proved again", file=sys.stderr)
+            return {}
+        return dict(known)
+
+
+def _is_verdict(found: object) -> bool:
+    return isinstance(found, dict) and type(found.get("ok")) is bool and isinstance(found.get("reason"), str)
 
 
 def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:

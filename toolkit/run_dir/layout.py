@@ -159,7 +159,7 @@ def read(run: RunDir) -> RunSpec:
         return _read_spec(run)
     except BadInput:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(str(run.path), f"not a run directory: {error}") from None
     except (KeyError, TypeError, AttributeError):
         raise BadInput(str(run.plan), "is not a plan of this toolkit; plan again with `toolkit train`") from None
@@ -201,7 +201,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing, damaged or contains anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
