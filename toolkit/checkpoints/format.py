@@ -245,7 +245,8 @@ def faults(directory: Path, names: Sequence[str] | None = None) -> list[Problem]
         found = list(_layout_problems(directory, files, step))
         names = list(files)
     else:
-        found = []
+        found = [Problem(name, "is not in the manifest") for name in names if name not in files]
+        names = [name for name in names if name in files]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         results = pool.map(lambda name: _file_problem(directory / name, files[name]), names)
         found.extend(Problem(name, what) for name, what in zip(names, results, strict=True) if what)

@@ -126,7 +126,10 @@ def create(path: Path) -> RunDir:
             f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",
         )
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Logs, metrics and checkpoints may hold data: nobody else gets in, whatever the umask is.
+        path.mkdir(mode=0o700, exist_ok=True)
+        (path / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise BadInput("output", f"{path} can't be created: {error.strerror}") from None
     return RunDir(path)
