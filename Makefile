@@ -24,7 +24,7 @@ quick: $(INSTALLED)
 
 # Ten minutes of random files for every reader of files. A case that fails is printed; keep it as an @example.
 fuzz: $(INSTALLED)
-	FUZZ_SECONDS=600 $(BIN)/python -m pytest -q tests/fuzz --timeout 900
+	$(BIN)/python -m pytest -q -n 2 tests/fuzz --hypothesis-profile fuzz --timeout 1800
 
 # Known vulnerabilities of the installed packages. Needs the network: said aloud where it does not answer.
 audit: $(INSTALLED)

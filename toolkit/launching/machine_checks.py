@@ -45,7 +45,7 @@ FLOORS = {
     "transformers": ("5.3", "older versions execute remote code despite trust_remote_code=False (CVE-2026-4372)"),
     "deepspeed": (
         "0.19.4",
-        "older versions are not exact for tensor parallelism with ZeRO, and before 0.15.1 execute code (CVE-2024-43497)",
+        "older versions are not exact for tensor parallelism with ZeRO, or execute code (CVE-2024-43497, below 0.15.1)",
     ),
 }
 
