@@ -2,21 +2,37 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two sets of packages: what the demo needs, and everything else (Ray, bitsandbytes, TensorBoard, test tools).
+DEMO_INSTALLED := $(VENV)/.installed-demo
 INSTALLED := $(VENV)/.installed
 
 # What tests of many hosts and of Slurm use; without root they are skipped, and say so.
 TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client
 
-.PHONY: demo test check format generate clean test-packages
+.PHONY: demo test quick fuzz check audit format generate clean test-packages
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
 # Two files at a time: tests wait for processes to start, to time out and to end more than they compute.
 test: $(INSTALLED) test-packages
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 25
 
-check: $(INSTALLED)
+# Without the tests that take long.
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+
+# Ten minutes of random files for every reader of files. A case that fails is printed; keep it as an @example.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m pytest -q -n 2 tests/fuzz --hypothesis-profile fuzz --timeout 1800
+
+# Known vulnerabilities of the installed packages. Needs the network: said aloud where it does not answer.
+audit: $(INSTALLED)
+	@$(BIN)/pip install -q pip-audit || { echo "pip-audit was NOT run: the package index does not answer" >&2; exit 0; }; \
+	$(BIN)/pip-audit --skip-editable --progress-spinner off; code=$$?; \
+	if [ $$code -gt 1 ]; then echo "pip-audit was NOT run: its index does not answer" >&2; exit 0; fi; exit $$code
+
+check: $(INSTALLED) audit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,10 +57,14 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # On Debian `python3 -m venv` needs the package python3-venv: installed where we may, asked for where not.
-$(INSTALLED): pyproject.toml constraints.txt
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV) || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -q && apt-get install -qy python3-venv && $(PYTHON) -m venv $(VENV); \
 	} || { echo "python3-venv is missing: install it (apt-get install python3-venv), then try again" >&2; exit 1; }
+	$(BIN)/pip install -q -c constraints.txt -e .
+	touch $@
+
+$(INSTALLED): $(DEMO_INSTALLED)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gpu,lora,qlora,ray,report,tensorboard,vision]'
 	touch $@

@@ -1,14 +1,25 @@
-"""The command line: a table of commands. Each is a module of `toolkit/commands`, imported only when it is called."""
+"""The command line: a table of commands, and the one place that turns their exceptions into messages.
+
+Each command is a module of `toolkit/commands`, imported only when it is called.
+"""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import errno
 import importlib
+import io
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 
-from toolkit.errors import ToolkitError
+from toolkit.errors import ToolkitError, first_line
+from toolkit.resources import user_cache
 
 COMMANDS: dict[str, str] = {
     "plan": "rank the plans for a recipe by predicted time and memory, and say why others are refused",
@@ -33,22 +44,113 @@ COMMANDS: dict[str, str] = {
 }
 ALIASES = {"mailbox": "rendezvous"}
 """Old name → command."""
+DEBUG = "TOOLKIT_DEBUG"
+"""Environment variable: 1 shows the traceback of every error."""
+_PLACES = {
+    errno.EROFS: "it is on a read-only file system; choose a place that can be written",
+    errno.EACCES: "permission denied; choose another place, or change its permissions",
+    errno.EPERM: "not permitted; choose another place, or change its owner",
+    errno.ENOSPC: "the disk is full; free some space, or choose another place",
+    errno.EDQUOT: "the disk quota is used up; free some space, or choose another place",
+    errno.ENOENT: "no such file or directory; check the path",
+    errno.ENOTDIR: "a part of the path is not a directory; check the path",
+    errno.EISDIR: "is a directory; a file is required",
+    errno.EEXIST: "exists already; choose another path",
+    errno.ENAMETOOLONG: "the name is too long; choose a shorter one",
+    errno.ELOOP: "its symbolic links lead in a circle; check the path",
+}
+"""Errors of the file system that the user can cure, with what to do: exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; errors are printed as one message."""
+    """Run a command and return its exit code; every error is printed as one message."""
     given = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows `?` instead of `×`
     try:
         args = _parse(given)
-        return int(_module(args.command).run(args))
-    except ToolkitError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+        code = int(_module(args.command).run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has closed the pipe: `toolkit plan ... | head`
+        _discard_output()
+        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has closed the pipe: `toolkit plan ... | head`
-        return 0
+    except Exception as error:
+        return _failed(error, given)
+
+
+def _failed(error: Exception, given: Sequence[str]) -> int:
+    """Print one message for an error of a command, and return the exit code."""
+    from toolkit.launching.environment import environment
+
+    env = environment()
+    if env.get(DEBUG, "0") not in ("", "0"):
+        traceback.print_exception(error)
+    if isinstance(error, ToolkitError):
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno in _PLACES and isinstance(error.filename, str | bytes):
+        print(f"{os.fsdecode(error.filename)}: {_PLACES[error.errno]}", file=sys.stderr)
+        return 2
+    from toolkit.secrets import redact_text, secrets_in
+
+    hidden = secrets_in(env)
+    log = write_crash_log(error, given, hidden)
+    what = redact_text(first_line(error), hidden)[:300]
+    print(
+        f"toolkit failed: {type(error).__name__}: {what}\n"
+        f"this is a defect of the toolkit, or an input that it should have refused; details: {log}\n"
+        f"{DEBUG}=1 shows the traceback here",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def write_crash_log(error: Exception, given: Sequence[str], hidden: Iterable[str]) -> str:
+    """Write arguments, versions and traceback of an unexpected error, without secrets; return the path."""
+    from toolkit.checkpoints.format import versions
+    from toolkit.secrets import redact, redact_text
+
+    words = redact([_without_secret(word) for word in given], hidden)
+    text = "\n".join(
+        [
+            f"time: {datetime.datetime.now().astimezone().isoformat()}",
+            f"version: {_version()}",
+            f"arguments: {words}",
+            *(f"{package}: {version}" for package, version in versions().items()),
+            "",
+            redact_text("".join(traceback.format_exception(error)), hidden),
+        ]
+    )
+    name = f"crash-{datetime.datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.log"
+    for in_home in (True, False):
+        try:
+            directory = user_cache() / "crashes" if in_home else Path(tempfile.mkdtemp(prefix="zero-toolkit-"))
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = directory / name
+            with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600), encoding="utf-8") as file:
+                file.write(text)
+            return str(path)
+        except OSError:  # a read-only home directory: try the temporary one
+            continue
+    return "not written: neither the home nor the temporary directory can be written to"
+
+
+def _without_secret(word: str) -> str:
+    from toolkit.secrets import HIDDEN, is_secret_name
+
+    key, equals, _ = word.partition("=")
+    return f"{key}={HIDDEN}" if equals and is_secret_name(key.lstrip("-")) else word
+
+
+def _discard_output() -> None:
+    """Send what is still buffered nowhere: Python would report the closed pipe again when it exits."""
+    if sys.stdout is sys.__stdout__:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _parse(given: list[str]) -> argparse.Namespace:

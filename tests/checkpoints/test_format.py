@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks.harness.checkpoint_layouts import damage
 from toolkit.checkpoints import store
-from toolkit.checkpoints.element_runs import flat
+from toolkit.checkpoints.element_runs import StridedRange, flat
 from toolkit.checkpoints.format import (
     INDEX,
     MANIFEST,
@@ -26,10 +27,18 @@ from toolkit.checkpoints.format import (
     faults,
     parse_index,
     parse_manifest,
+    parse_state,
     sha256,
 )
 from toolkit.errors import BadInput
 from toolkit.run_dir.layout import check
+
+RUN_STATE = {
+    "samples": 8,
+    "data": {"samples": 8, "seed": 0},
+    "optimizer": "adamw",
+    "counters": {"optimizer_steps": 1, "skipped_steps": 0},
+}
 
 
 def make(root: Path, step: int, seed: int = 0) -> Path:
@@ -42,7 +51,7 @@ def make(root: Path, step: int, seed: int = 0) -> Path:
     ]
     documents = {name: random.Random(f"{step}{name}{seed}").randbytes(400) for name in halves}
     documents[INDEX] = dump_index({"w": Parameter(shape=(10, 10), pieces=tuple(pieces))})
-    documents[STATE] = canonical_json({"step": step})
+    documents[STATE] = canonical_json({**RUN_STATE, "step": step})
     documents["recipe.yaml"] = b"name: x\n"
     files = {}
     for name, data in documents.items():
@@ -106,18 +115,69 @@ def test_a_manifest_that_leads_out_is_refused(tmp_path: Path) -> None:
         lambda p: p.update(file="/etc/passwd"),
         lambda p: p.update(runs=[[0, 10**15]]),
         lambda p: p.update(runs=[[5, 45]]),
+        lambda p: p.update(runs=[[0, 1, 2, 10**9]]),
+        lambda p: p.update(runs=[[0, 1, 0, 10**9]]),
+        lambda p: p.update(runs=[[0, 10**9, 1, 10**9], [0, 100]]),
         lambda p: p.update(runs="all"),
         lambda p: p.update(kinds=[3]),
         lambda p: p.pop("key"),
     ],
-    ids=["traversal", "absolute", "beyond", "gap", "no list", "no text", "no key"],
+    ids=[
+        "traversal",
+        "absolute",
+        "beyond",
+        "gap",
+        "endless",
+        "endless in place",
+        "endless twice",
+        "no list",
+        "no text",
+        "no key",
+    ],
 )
 def test_an_index_that_lies_is_refused(change: object) -> None:
     piece = FragmentEntry(file="a", key="0:w", kinds=("weight",), region=flat(0, 100))
     given = json.loads(dump_index({"w": Parameter(shape=(10, 10), pieces=(piece,))}))
     change(given["parameters"]["w"]["pieces"][0])  # type: ignore[operator]
     with pytest.raises(BadInput, match=r"index\.json"):
-        parse_index(json.dumps(given).encode(), ["a"])
+        parse_index(json.dumps(given).encode(), {"a": FileEntry(100, "")})
+
+
+def test_an_index_of_more_elements_than_its_file_has_bytes_is_refused_before_it_is_expanded() -> None:
+    runs = (StridedRange(0, 1, 2, 10**9), StridedRange(1, 1, 2, 10**9))
+    piece = FragmentEntry(file="a", key="0:w", kinds=("weight",), region=runs)
+    data = dump_index({"w": Parameter(shape=(2 * 10**9,), pieces=(piece,))})
+    with pytest.raises(BadInput, match="2000000000 elements in a, which has 100 bytes"):
+        parse_index(data, {"a": FileEntry(100, "")})
+    with pytest.raises(BadInput, match="2000000000 pieces"):
+        parse_index(data, {"a": FileEntry(10**12, "")})
+
+
+STATES = {
+    "an infinite counter": lambda s: s["counters"].update(optimizer_steps=float("inf")),
+    "a huge counter": lambda s: s["counters"].update(skipped_steps=10**400),
+    "a counter that is no number": lambda s: s["counters"].update(skipped_steps=float("nan")),
+    "a counter as text": lambda s: s["counters"].update(skipped_steps="1"),
+    "a true counter": lambda s: s["counters"].update(optimizer_steps=True),
+    "a negative step": lambda s: s.update(step=-3),
+    "a step of another checkpoint": lambda s: s.update(step=4),
+    "half a step": lambda s: s.update(step=3.5),
+    "negative samples": lambda s: s.update(samples=-1),
+    "no samples": lambda s: s.pop("samples"),
+    "no counters": lambda s: s.pop("counters"),
+    "no optimizer steps": lambda s: s["counters"].pop("optimizer_steps"),
+    "no optimizer": lambda s: s.pop("optimizer"),
+    "data as a list": lambda s: s.update(data=[]),
+}
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_a_state_that_lies_is_refused(what: str) -> None:
+    state = {**copy.deepcopy(RUN_STATE), "step": 3}
+    assert parse_state(canonical_json(state), 3) == state
+    STATES[what](state)
+    with pytest.raises(BadInput, match=r"state\.json: is not the state of a run"):
+        parse_state(canonical_json(state), 3)
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

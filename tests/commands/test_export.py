@@ -13,6 +13,16 @@ from benchmarks.harness.tiny_llama import TINY_LLAMA
 from tests.conftest import Trainer
 from toolkit import cli
 from toolkit.checkpoints import store
+from toolkit.checkpoints.format import (
+    MANIFEST,
+    STATE,
+    FileEntry,
+    canonical_json,
+    dump_manifest,
+    read_manifest,
+    sha256,
+)
+from toolkit.run_dir.layout import newest
 from toolkit.runtime.checkpoint.reader import Reader
 
 SAVE = ("train.steps=2", "checkpoint.every=2")
@@ -91,3 +101,22 @@ def test_a_damaged_checkpoint_and_a_full_directory_are_refused(
         assert cli.main(command) == 2
         assert "rank-00000-0.safetensors: has 1000 bytes" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_state_that_lies_is_refused_by_verify_export_and_resume_alike(
+    train: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The files have the checksums of the manifest: whoever changed the state changed the manifest, too."""
+    run = train("checkpoint.every=4", nproc=1).run
+    checkpoint = newest(run.path)
+    state = json.loads((checkpoint / STATE).read_text())
+    files, step = read_manifest(checkpoint)
+    (checkpoint / STATE).write_bytes(canonical_json({**state, "step": -4}))
+    changed = FileEntry((checkpoint / STATE).stat().st_size, sha256(checkpoint / STATE))
+    (checkpoint / MANIFEST).write_bytes(dump_manifest({**files, STATE: changed}, step))
+    for argv in (["verify", str(checkpoint)], ["export", str(checkpoint), str(tmp_path / "out")]):
+        assert cli.main(argv) == 2
+        assert "step is -4; a number from 0 is required" in capsys.readouterr().err
+    again = train("checkpoint={every: 4, resume: auto}", nproc=1, into=run.path, check=False)
+    assert again.codes == [2]
+    assert "step is -4; a number from 0 is required" in run.log(0).read_text()

@@ -44,8 +44,15 @@ def test_another_strategy_and_world_size_resume(
     run = tmp_path / "run"
     first = ["train", str(recipe), *SAVE, "strategy.name=zero", "--nproc", "2", "--run-dir", str(run)]
     assert cli.main(first) == 0
+    edited = (run / "recipe.yaml").read_text().replace("lr: 0.01", "lr: 0.02")
+    (run / "recipe.yaml").write_text(edited)
+    capfd.readouterr()
     assert cli.main(["resume", str(run), "strategy.name=data_parallel", "train.steps=6", "--nproc", "1"]) == 0
-    assert "resuming from" in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "resuming from" in shown
+    differing = [line for line in shown.splitlines() if "the checkpoint was made with" in line]
+    assert len(differing) == 1, "overrides are meant to differ"
+    assert "recipe.yaml: train.lr is 0.02; the checkpoint was made with 0.01" in differing[0]
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert json.loads((run / "plan.json").read_text())["strategy"] == "data_parallel"
     summary = json.loads((run / "summary.json").read_text())

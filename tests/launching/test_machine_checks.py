@@ -11,7 +11,7 @@ import pytest
 from toolkit import cli
 from toolkit.launching import machine_checks
 from toolkit.launching.environment import has_wandb_key
-from toolkit.launching.machine_checks import CheckContext, examine
+from toolkit.launching.machine_checks import CheckContext, cgroup_limit_bytes, examine
 
 
 def context(tmp_path: Path, **env: str) -> CheckContext:
@@ -78,3 +78,22 @@ def test_hidden_devices_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = examine(context(tmp_path, CUDA_VISIBLE_DEVICES="0"), (machine_checks.devices,))[0]
     assert found.level == "warning"
     assert "unset CUDA_VISIBLE_DEVICES" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "1073741824\n", "job/step/memory.max": "max\n"}, 2**30),
+        ("0::/job\n", {"job/memory.max": "max\n"}, None),
+        ("4:cpu:/x\n3:memory:/job\n", {"memory/job/memory.limit_in_bytes": "536870912\n"}, 2**29),
+        ("3:memory:/job\n", {"memory/job/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)
+def test_the_memory_limit_of_a_control_group(
+    tmp_path: Path, own: str, files: dict[str, str], limit: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert cgroup_limit_bytes(tmp_path, tmp_path / "own") == limit

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.plans.split_verdicts import Axes, Proofs, Verdict, judged
 from toolkit.recipe.sections import Model
@@ -40,3 +42,20 @@ def test_planning_refuses_what_has_failed_and_nothing_else() -> None:
 
 def test_more_than_three_stages_are_proven_as_three() -> None:
     assert Axes.of(Plan(strategy="pipeline", pp=16)) == Axes(1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xfe", b"[" * 100_000, b'{"a": 3}', b'{"a": {"ok": "yes"}}', b"[]", b"{", bytes(9)]
+)
+def test_a_damaged_cache_is_ignored_with_a_line_and_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes
+) -> None:
+    path = tmp_path / "proofs.json"
+    path.write_bytes(data)
+    config, section, axes = {"model_type": "llama"}, Model(path="x"), Axes(2, 1, 1)
+    assert Proofs(path).get(config, section, axes) is None
+    assert f"{path} is damaged and ignored" in capsys.readouterr().err
+    Proofs(path).put(config, section, axes, Verdict(True))
+    capsys.readouterr()
+    assert Proofs(path).get(config, section, axes) == Verdict(True)
+    assert capsys.readouterr().err == ""

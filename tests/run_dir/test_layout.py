@@ -43,3 +43,12 @@ def test_fresh_names_never_collide(tmp_path: Path) -> None:
 def test_not_a_run_directory(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not a run directory"):
         layout.read(layout.RunDir(tmp_path))
+
+
+def test_a_new_run_directory_is_private(tmp_path: Path) -> None:
+    """Logs and checkpoints may hold data. A directory that exists keeps the permissions that its owner gave it."""
+    run = layout.create(tmp_path / "runs" / "new")
+    assert run.path.stat().st_mode & 0o077 == 0
+    (tmp_path / "shared").mkdir(mode=0o755)
+    (tmp_path / "shared").chmod(0o755)
+    assert layout.create(tmp_path / "shared").path.stat().st_mode & 0o777 == 0o755

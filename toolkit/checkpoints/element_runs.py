@@ -31,7 +31,14 @@ class StridedRange:
         """Number of elements in all pieces."""
         return self.length * self.count
 
+    @property
+    def end(self) -> int:
+        """Flat index after the last element."""
+        return self.start + (self.count - 1) * self.stride + self.length
 
+
+MOST_PIECES = 2**25
+"""Largest number of pieces of one parameter: 64 tensor shards of an embedding with half a million rows."""
 Region = tuple[StridedRange, ...]
 """Elements of a parameter, in the order in which a tensor holds them."""
 
@@ -140,7 +147,19 @@ def _segments(region: Region) -> list[tuple[int, int, int]]:
 
 
 def cover(regions: Sequence[Region], numel: int) -> str | None:
-    """Why the regions do not cover a parameter of `numel` elements exactly once; None if they do."""
+    """Why the regions do not cover a parameter of `numel` elements exactly once; None if they do.
+
+    Sizes are compared first: a run of a few digits can stand for more pieces than memory holds.
+    """
+    outside = next((run for region in regions for run in region if run.end > numel), None)
+    if outside is not None:
+        return f"{outside} ends at element {outside.end}; the parameter has {numel}"
+    stored = sum(map(size, regions))
+    if stored > numel:
+        return f"{stored} elements found; {numel} are required: some are stored twice"
+    num_pieces = sum(run.count for region in regions for run in region)
+    if num_pieces > MOST_PIECES:
+        return f"{num_pieces} pieces found; at most {MOST_PIECES} are read"
     end = 0
     for start, length, _ in sorted(segment for region in regions for segment in _segments(region)):
         if start != end:

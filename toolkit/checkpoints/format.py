@@ -19,7 +19,8 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,29 +95,29 @@ def dump_index(index: Mapping[str, Parameter]) -> bytes:
     return canonical_json({"format": FORMAT, "parameters": parameters})
 
 
-def parse_index(data: bytes, files: Iterable[str]) -> Index:
+def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
     """The index; raises `BadInput` if it is malformed, names a file outside `files`, or misses elements."""
-    known = set(files)
     try:
-        given = json.loads(data)
+        given = strict_json(data)
         if given["format"] != FORMAT:
             raise ValueError(f"format {given['format']!r}; this version reads {FORMAT}")
-        index = {name: _parameter(entry, known) for name, entry in given["parameters"].items()}
+        index = {name: _parameter(entry, files) for name, entry in given["parameters"].items()}
         for name, parameter in index.items():
+            _check_sizes(name, parameter, files)
             _check_cover(name, parameter)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(INDEX, f"is not a valid index: {error!s:.300}") from None
     return index
 
 
-def _parameter(entry: Mapping[str, Any], files: set[str]) -> Parameter:
+def _parameter(entry: Mapping[str, Any], files: Mapping[str, FileEntry]) -> Parameter:
     shape = tuple(entry["shape"])
     if not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f"shape {shape!r}")
     return Parameter(shape=shape, pieces=tuple(_piece(piece, files) for piece in entry["pieces"]))
 
 
-def _piece(given: Mapping[str, Any], files: set[str]) -> FragmentEntry:
+def _piece(given: Mapping[str, Any], files: Mapping[str, FileEntry]) -> FragmentEntry:
     if given["file"] not in files:
         raise ValueError(f"{given['file']!r} is not a file in the manifest")
     kinds = tuple(given["kinds"])
@@ -125,6 +126,14 @@ def _piece(given: Mapping[str, Any], files: set[str]) -> FragmentEntry:
     return FragmentEntry(
         file=given["file"], key=given["key"], kinds=kinds, region=element_runs.from_json(given["runs"])
     )
+
+
+def _check_sizes(name: str, parameter: Parameter, files: Mapping[str, FileEntry]) -> None:
+    """Raise `ValueError` if a file is too small for the elements that it is said to hold, a byte each at least."""
+    for piece in parameter.pieces:
+        claimed = element_runs.size(piece.region)
+        if claimed > files[piece.file].bytes:
+            raise ValueError(f"{name}: {claimed} elements in {piece.file}, which has {files[piece.file].bytes} bytes")
 
 
 def _check_cover(name: str, parameter: Parameter) -> None:
@@ -137,16 +146,59 @@ def _check_cover(name: str, parameter: Parameter) -> None:
             raise ValueError(f"{name} ({kind}): {problem}")
 
 
-def parse_state(data: bytes) -> dict[str, Any]:
-    """The contents of state.json; raises `BadInput` if it is not the state of a run."""
+def parse_state(data: bytes, step: int) -> dict[str, Any]:
+    """The contents of state.json; raises `BadInput` unless it is the state of a run after `step`, the manifest's."""
     try:
-        state = json.loads(data)
-        _ = int(state["step"]), int(state["samples"]), str(state["optimizer"]), dict(state["data"])
-        if not all(isinstance(value, int | float) for value in state["counters"].values()):
-            raise ValueError("a counter is not a number")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        state = strict_json(data)
+        missing = [key for key in ("step", "samples", "optimizer", "data", "counters") if key not in state]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        counters = state["counters"]
+        counts = {"step": state["step"], "samples": state["samples"], "optimizer_steps": counters["optimizer_steps"]}
+        for key, value in counts.items():
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{key} is {value!r}; a number from 0 is required")
+        if state["step"] != step:
+            raise ValueError(f"it is of step {state['step']}; the manifest is of step {step}")
+        if not isinstance(state["optimizer"], str) or not isinstance(state["data"], dict):
+            raise ValueError("optimizer is not text, or data is not a mapping")
+        wrong = [key for key, value in counters.items() if type(value) not in (int, float) or not _is_finite(value)]
+        if wrong:
+            raise ValueError(f"counter {wrong[0]} is not a finite number")
+    except KeyError as error:
+        raise BadInput(STATE, f"is not the state of a run: {error!s:.200} is missing") from None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(STATE, f"is not the state of a run: {error!s:.200}") from None
     return dict(state)
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) <= sys.float_info.max
+
+
+def strict_json(data: bytes) -> Any:
+    """Parse JSON; raises `ValueError` for NaN and Infinity, too, which Python reads and JSON does not have."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not a number of JSON")
+
+    return json.loads(data, parse_constant=refuse)
+
+
+def read_contents(directory: Path) -> tuple[Index, dict[str, Any]]:
+    """Index and state of a checkpoint, as `verify`, `resume` and `export` read them; raises `BadInput`."""
+    files, step = read_manifest(directory)
+    state = parse_state(read_small(directory / STATE), step)
+    return parse_index(read_small(directory / INDEX), files), state
+
+
+def content_faults(directory: Path) -> list[Problem]:
+    """Problems with what index and state say, in a checkpoint whose bytes are as they were written."""
+    try:
+        read_contents(directory)
+    except BadInput as error:
+        return list(error.problems)
+    return []
 
 
 def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
@@ -162,9 +214,11 @@ def dump_manifest(files: Mapping[str, FileEntry], step: int) -> bytes:
 def parse_manifest(data: bytes) -> tuple[dict[str, FileEntry], int]:
     """Files and step; raises `BadInput` if a byte differs from what was written."""
     try:
-        given = json.loads(data)
+        given = strict_json(data)
         files = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in given["files"].items()}
         step = int(given["step"])
+        if step < 0 or any(entry.bytes < 0 for entry in files.values()):
+            raise ValueError("a number below 0")
         intact = dump_manifest(files, step) == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadInput(MANIFEST, f"is damaged: {error!s:.200}") from None
@@ -191,7 +245,8 @@ def faults(directory: Path, names: Sequence[str] | None = None) -> list[Problem]
         found = list(_layout_problems(directory, files, step))
         names = list(files)
     else:
-        found = []
+        found = [Problem(name, "is not in the manifest") for name in names if name not in files]
+        names = [name for name in names if name in files]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         results = pool.map(lambda name: _file_problem(directory / name, files[name]), names)
         found.extend(Problem(name, what) for name, what in zip(names, results, strict=True) if what)

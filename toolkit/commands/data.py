@@ -14,6 +14,7 @@ from rich.text import Text
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.launching import environment
 from toolkit.recipe.sections import Recipe
+from toolkit.reports.tables import plain
 from toolkit.sessions.preflight import check
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the data of a recipe and print counts, sample ids of the first steps and a few samples."""
     console = Console(stderr=args.json)
-    recipe = check(read_recipe(args), environment.environment(), console.print)
+    recipe = check(read_recipe(args), environment.environment(), plain(console))
     with contextlib.redirect_stdout(sys.stderr):  # libraries print banners; standard output is for the result
         from toolkit.runtime.data.load import load_data
         from toolkit.runtime.models.input_spec import input_spec_of
@@ -88,7 +89,7 @@ def _show(console: Console, loaded: Dataset, steps: list[dict[str, Any]]) -> Non
         soft_wrap=True,
     )
     for note in loaded.notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
     for step in steps:
         ids = ", ".join(map(str, step["sample_ids"][:16])) + (" …" if len(step["sample_ids"]) > 16 else "")
         console.print(f"step {step['step']}: samples {ids}", highlight=False)

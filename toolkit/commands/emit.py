@@ -33,7 +33,9 @@ def run(args: argparse.Namespace) -> int:
     emit(resolved, args.target, args.out, image=args.image or IMAGE)
     plan = resolved.chosen.plan
     Console().print(
-        f"{plan.describe()}\nwritten to {args.out}; start the job with {args.out / 'launch.sh'}", highlight=False
+        f"{plan.describe()}\nwritten to {args.out}; start the job with {args.out / 'launch.sh'}",
+        highlight=False,
+        markup=False,
     )
     return 0
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.errors import NoPlanFits
 from toolkit.launching import environment
+from toolkit.reports.tables import plain
 from toolkit.sessions.parity import Outcome, compare, parity_json, reference
 from toolkit.sessions.preflight import check
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every strategy that can run agrees with one process, 1 if one does not, 3 if none can run."""
     console = Console(stderr=args.json)
-    recipe, nproc = check(read_recipe(args), environment.environment(), console.print), args.nproc or 2
+    recipe, nproc = check(read_recipe(args), environment.environment(), plain(console)), args.nproc or 2
     with console.status("one process") as status:
         expected = reference(recipe, args.steps)
         outcomes = []

@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if found.backend != "cpu" and find_device(found.device) is None:
         near = ", ".join(nearest_names(found.device))
-        console.print(f"{found.device!r} is not a known device: set `device` in the file to the closest one: {near}")
+        console.print(
+            f"{found.device!r} is not a known device: set `device` in the file to the closest one: {near}", markup=False
+        )
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     _deliver(cluster_yaml(found, host_bytes=host), args.out, console)
     return 0
@@ -72,4 +74,4 @@ def _deliver(text: str, out: Path | None, console: Console) -> None:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    console.print(f"written to {out}; use it with cluster={out}", highlight=False, soft_wrap=True)
+    console.print(f"written to {out}; use it with cluster={out}", highlight=False, markup=False, soft_wrap=True)

@@ -8,6 +8,8 @@ import threading
 
 from toolkit.errors import BadInput
 
+LARGEST_PORT = 65535
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -21,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal. The updates in the store are lost then; islands resume from their checkpoints."""
+    if not 0 <= args.port <= LARGEST_PORT:
+        raise BadInput("--port", f"{args.port} given; 0 to {LARGEST_PORT} is required, and 0 picks a free one")
     from toolkit.runtime.islands.async_store import serve
 
     try:

@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
         args.html.write_text(render(runs, secrets_in(environment())), encoding="utf-8")
     except OSError as error:
         raise BadInput("--html", f"{args.html} can't be written: {error.strerror}") from None
-    console.print(f"report: {args.html}", highlight=False, soft_wrap=True)
+    console.print(f"report: {args.html}", highlight=False, markup=False, soft_wrap=True)
     return 0

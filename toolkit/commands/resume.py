@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from toolkit.commands.common import add_launch_arguments, add_overrides, positive, read_launch_options
-from toolkit.reports.tables import show_decision
+from toolkit.reports.tables import plain, show_decision
 from toolkit.sessions.prepare import prepare_resume, previous_num_devices
 from toolkit.sessions.start import start
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Plan again for the processes available now, then launch into the same run directory."""
     console, options = Console(), read_launch_options(args, resuming=True)
     nproc = args.nproc or previous_num_devices(args.run_dir)
-    resolved = prepare_resume(args.run_dir, args.overrides, nproc, options, console.print)
+    resolved = prepare_resume(args.run_dir, args.overrides, nproc, options, plain(console))
     _ = resolved.chosen  # raises if no plan fits
     show_decision(resolved.decision, console, top=1)
     return start(resolved, args.run_dir, options, console)

@@ -93,7 +93,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
             console.print(f"{name}: beyond {end} devices, doubling them adds less than 50% throughput", highlight=False)
     critical = result["critical_batch"]
     if critical["sequences"]:
-        console.print(critical["advice"], highlight=False)
+        console.print(critical["advice"], highlight=False, markup=False)
     if critical["passed_at_devices"]:
         console.print(
             f"from {critical['passed_at_devices']} devices on, the batch exceeds the critical batch of "

@@ -12,7 +12,7 @@ from rich.console import Console
 from toolkit.commands.common import add_launch_arguments, add_recipe_arguments, read_launch_options, read_recipe
 from toolkit.launching import launchers
 from toolkit.recipe.file import dump_recipe
-from toolkit.reports.tables import show_decision, show_notes
+from toolkit.reports.tables import plain, show_decision, show_notes
 from toolkit.run_dir.layout import new_run_path
 from toolkit.sessions.hosts import planned_commands
 from toolkit.sessions.prepare import prepare_training
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile or a Ray cluster."""
     console, options = Console(), read_launch_options(args)
-    resolved = prepare_training(read_recipe(args), args.nproc, options, console.print, prove_splits=not args.dry_run)
+    resolved = prepare_training(read_recipe(args), args.nproc, options, plain(console), prove_splits=not args.dry_run)
     if resolved.decision.chosen is None:
         show_decision(resolved.decision, console)
     _ = resolved.chosen  # raises if no plan fits

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from toolkit.cost.validation import validate
@@ -36,10 +37,17 @@ def _show(result: dict[str, Any], console: Console) -> None:
         table.add_column(heading, justify="left" if text else "right", no_wrap=text)
     for name, source in result["by_source"].items():
         time, memory = source["step_time"], source["memory"]
-        table.add_row(name, source["split"], str(time["scored"]), *_cells(time), str(memory["scored"]), *_cells(memory))
+        table.add_row(
+            escape(name),
+            escape(source["split"]),
+            str(time["scored"]),
+            *_cells(time),
+            str(memory["scored"]),
+            *_cells(memory),
+        )
     console.print(table)
     for split, error in result["by_split"].items():
-        console.print(f"{split}: {error['mape']:.1%} (mean over {error['sources']} sources)", highlight=False)
+        console.print(f"{escape(split)}: {error['mape']:.1%} (mean over {error['sources']} sources)", highlight=False)
     _show_totals(result, console)
 
 
@@ -50,7 +58,7 @@ def _show_totals(result: dict[str, Any], console: Console) -> None:
     if ranking["groups"]:
         console.print(f"ranking: regret {ranking['regret']:.3f} over {ranking['groups']} jobs", highlight=False)
     for reason, count in result["unscored"].items():
-        console.print(f"[yellow]not scored[/] ({count}): {reason}", highlight=False)
+        console.print(f"[yellow]not scored[/] ({count}): {escape(reason)}", highlight=False)
 
 
 def _cells(errors: dict[str, Any]) -> tuple[str, str]:

@@ -94,7 +94,7 @@ def has_wandb_key(env: Mapping[str, str]) -> bool:
         return True
     try:
         return any("wandb" in host for host in netrc.netrc(str(Path.home() / ".netrc")).hosts)
-    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
+    except (OSError, RuntimeError, UnicodeDecodeError, netrc.NetrcParseError):  # RuntimeError: no home directory
         return False
 
 

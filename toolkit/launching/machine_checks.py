@@ -43,7 +43,10 @@ class CheckContext:
 FLOORS = {
     "torch": ("2.10", "older versions execute code from weight files (CVE-2025-32434, CVE-2026-24747)"),
     "transformers": ("5.3", "older versions execute remote code despite trust_remote_code=False (CVE-2026-4372)"),
-    "deepspeed": ("0.19.4", "older versions are not exact for tensor parallelism with ZeRO"),
+    "deepspeed": (
+        "0.19.4",
+        "older versions are not exact for tensor parallelism with ZeRO, or execute code (CVE-2024-43497, below 0.15.1)",
+    ),
 }
 
 
@@ -61,9 +64,33 @@ def versions(context: CheckContext) -> Iterator[Finding]:
             yield Finding("versions", "ok", f"{package} {version}")
 
 
+def cgroup_limit_bytes(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the memory limit of this process's control group (v2 or v1), the lowest on its path; None if unlimited."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    found = []
+    for controllers, path in (line.split(":", 2)[1:] for line in lines if line.count(":") >= 2):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (mount / "memory", "memory.limit_in_bytes") if controllers else (mount, "memory.max")
+        group = root / path.lstrip("/")
+        for place in (group, *group.parents):
+            if not place.is_relative_to(root):
+                break
+            try:
+                text = (place / name).read_text(encoding="utf-8").strip()
+            except OSError:
+                continue
+            if text.isdigit() and int(text) < 2**60:  # v1 writes a number near 2**63 for "unlimited"
+                found.append(int(text))
+    return min(found, default=None)
+
+
 def stale_locks(context: CheckContext) -> Iterator[Finding]:
     """Find lock files of interrupted kernel builds; torch (2.13.0) waits for them forever (pytorch#189245)."""
-    root = Path(context.env.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    root = Path(context.env.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions"))
     locks = [lock for lock in root.glob("**/lock") if time.time() - lock.stat().st_mtime > 600]
     for lock in locks:
         yield Finding("build locks", "error", f"{lock} is left over from an interrupted build", f"rm {lock}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,8 +14,9 @@ from typing import Any
 from toolkit.models.tiny_sizes import tiny_sizes
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.recipe.sections import Model
+from toolkit.resources import user_cache
 
-CACHE = Path.home() / ".cache" / "zero-toolkit" / "proofs.json"
+CACHE_NAME = "proofs.json"
 MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
@@ -52,7 +54,7 @@ class Proofs:
     """The cache file of verdicts. A lost or damaged file only costs time."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path = path or CACHE
+        self._path = path or user_cache() / CACHE_NAME
         self._known: dict[str, dict[str, Any]] | None = None
 
     def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
@@ -75,10 +77,20 @@ class Proofs:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            known = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+            known = json.loads(self._path.read_bytes())
+            valid = isinstance(known, dict) and all(map(_is_verdict, known.values()))
+        except OSError:
             return {}
-        return known if isinstance(known, dict) else {}
+        except (ValueError, RecursionError):
+            valid = False
+        if not valid:
+            print(f"{self._path} is damaged and ignored; splits are proved again", file=sys.stderr)
+            return {}
+        return dict(known)
+
+
+def _is_verdict(found: object) -> bool:
+    return isinstance(found, dict) and type(found.get("ok")) is bool and isinstance(found.get("reason"), str)
 
 
 def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:

@@ -11,6 +11,7 @@ from toolkit.errors import BadInput
 
 MAX_BYTES = 1_000_000
 MAX_ALIASES = 100
+MAX_VALUES = 200_000
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -38,9 +39,22 @@ class _StrictLoader(yaml.SafeLoader):
 def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML text; raises `BadInput` that names `source` if it is not plain YAML."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        found = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        _check_size(found)
+        return found
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         raise BadInput(source, f"not usable as YAML: {_brief(error)}") from None
+
+
+def _check_size(value: Any) -> None:
+    """Raise `ValueError` for aliases of aliases: a few lines can stand for more values than memory holds."""
+    count, waiting = 0, [value]
+    while waiting:
+        count += 1
+        if count > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values, aliases included")
+        one = waiting.pop()
+        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple | set) else ()
 
 
 def read_yaml(path: Path) -> Any:

@@ -1,4 +1,4 @@
 """What people look at: tables in the terminal, HTML pages, the loss curve of a notebook.
 
-May import the pure packages, `launching` and `run_dir`, numpy and pyarrow; never the runtime or torch.
+May import the pure packages, `launching` and `run_dir`, numpy; never the runtime or torch.
 """

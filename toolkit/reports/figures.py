@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import yaml
 
+from toolkit.errors import BadInput
+from toolkit.recipe.yaml_file import parse_yaml
 from toolkit.reports.reader import RecordedRun, settled
+from toolkit.reports.untrusted import harmless
 from toolkit.run_dir.predicted_vs_measured import ComparisonRow, compare
 from toolkit.run_dir.step_parts import MEMORY
 from toolkit.secrets import redact
@@ -21,6 +24,9 @@ def facts(run: RecordedRun) -> dict[str, str]:
     loss, rest = run.scalars["loss"], settled(len(run.steps))
     known = loss[~np.isnan(loss)]
     lowest = f"{known.min():.4f} at step {int(run.steps[int(np.nanargmin(loss))])}" if len(known) else "–"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # no value in any step: NaN
+        memory = float(max(memory_by_rank(run) or [np.nanmax(run.scalars["memory_bytes"])]))
     found = {
         "status": str(run.summary.get("status", "running, or ended without a summary")),
         "steps": f"{int(run.steps[-1]):,}",
@@ -30,7 +36,7 @@ def facts(run: RecordedRun) -> dict[str, str]:
         "step time": f"{milliseconds(_median(run, 'step_seconds', rest))} (median)",
         "tokens/s": f"{_median(run, 'tokens_per_second', rest):,.0f} (median)",
         "MFU / HFU": f"{_median(run, 'mfu', rest):.1%} / {_median(run, 'hfu', rest):.1%}",
-        "memory": size(float(max(memory_by_rank(run) or [np.nanmax(run.scalars["memory_bytes"])]))),
+        "memory": size(memory),
         "skipped steps": f"{int(np.nansum(run.scalars['skipped'])):,}",
     }
     return {key: value.replace("nan%", "–") for key, value in found.items()}
@@ -83,7 +89,10 @@ def differing_keys(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
 
 def recipe(run: RecordedRun) -> dict[str, Any]:
     """Return the run's recipe without secrets."""
-    found = redact(yaml.safe_load(run.recipe) or {})
+    try:
+        found = redact(harmless(parse_yaml(run.recipe, "recipe.yaml")))
+    except BadInput as error:
+        return {"recipe.yaml": f"can't be read: {error}"}
     return found if isinstance(found, dict) else {}
 
 

@@ -1,20 +1,25 @@
-"""Read a run directory into columns of numbers; a million steps take seconds."""
+"""Read a run directory into columns of numbers; a million steps take seconds.
+
+Files of a run may be damaged, or written by somebody else. Python's own parser reads them, line by line: pyarrow
+(21.0.0) ended the process with SIGSEGV on some damaged lines.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+import warnings
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute
-import pyarrow.json
 
 from toolkit.errors import BadInput
 from toolkit.reports.downsample import extremes
+from toolkit.reports.untrusted import harmless, number, numbers, text
 from toolkit.run_dir.layout import RunDir, read_json
 from toolkit.run_dir.step_parts import PARTS
 
@@ -33,8 +38,8 @@ STATS = ("min", "mean", "max", "min_rank", "max_rank")
 MARK = "busy_seconds"
 MOST_DETAILED = 4000
 """Largest number of records whose values by rank are read."""
-BLOCK_BYTES = 1 << 20
-TAIL_BYTES = 1 << 20
+LARGEST_STEP = 2**53
+LONGEST_LINE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,8 @@ class RecordedRun:
     """Rank → how often it was reported as a straggler, and its mean delay in seconds per step."""
     last_detail: dict[str, Any] = field(default_factory=dict)
     """Newest record with details: collectives, pipeline bubble by stage."""
+    broken: tuple[int, ...] = ()
+    """Numbers of the lines of metrics.jsonl that can't be read; an unfinished last line is not counted."""
 
     @property
     def name(self) -> str:
@@ -67,7 +74,9 @@ class RecordedRun:
 
     def mean_parts(self) -> dict[str, float]:
         """Return the mean seconds per step by part, without the first steps, which fill caches."""
-        return {name: float(np.nanmean(values[settled(len(values))])) for name, values in self.parts.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # no value in any step: NaN
+            return {name: float(np.nanmean(values[settled(len(values))])) for name, values in self.parts.items()}
 
 
 def settled(steps: int) -> slice:
@@ -82,129 +91,155 @@ def read_run(path: Path) -> RecordedRun:
         raise BadInput(
             str(path), "is not a run directory with steps (no metrics.jsonl); give one that `toolkit train` made"
         )
-    table = _table(run.metrics)
-    if table.num_rows == 0:
-        raise BadInput(str(path), "has no completed step yet: there is nothing to report")
-    scalars = {name: _floats(table[name]) for name in SCALARS}
-    parts = {name: _floats(pa.compute.struct_field(table["parts"], name)) for name in PARTS}
+    table = _Table()
+    for place, line in _lines(run.metrics):
+        table.add(place, line)
+    if not table.steps:
+        lines = f"; {len(table.broken)} of its lines can't be read" if table.broken else ""
+        raise BadInput(str(path), f"has no completed step yet: there is nothing to report{lines}")
     detailed = _detailed(run.metrics, table)
+    parts = {name: np.array(values) for name, values in table.parts.items()}
     return RecordedRun(
         path=path,
-        recipe=run.recipe.read_text(encoding="utf-8") if run.recipe.is_file() else "",
-        plan=read_json(run.plan),
-        summary=read_json(run.summary),
-        events=list(_lines(run.events.read_bytes())) if run.events.is_file() else [],
-        steps=table["step"].to_numpy(),
-        scalars=scalars,
+        recipe=text(_read(run.recipe).decode("utf-8", "replace")),
+        plan=_plan(harmless(read_json(run.plan))),
+        summary=_summary(harmless(read_json(run.summary))),
+        events=[harmless(line) for _, line in _lines(run.events) if line is not None] if run.events.is_file() else [],
+        steps=np.array(table.steps, dtype=np.int64),
+        scalars={name: np.array(values) for name, values in table.scalars.items()},
         parts={name: values for name, values in parts.items() if np.nansum(values) > 0},
         ranks=_ranks(detailed),
         rank_steps=np.array([line["step"] for line in detailed], dtype=int),
-        stragglers=_stragglers(table),
-        last_detail=_last_detail(run.metrics),
+        stragglers={rank: (len(late), sum(late) / len(late)) for rank, late in sorted(table.late.items())},
+        last_detail=_details(table.last_detail),
+        broken=tuple(table.broken),
     )
 
 
-def _schema() -> pa.Schema:
-    """Return the columns read from every line. Of `ranks`, which is slow to parse, only one value is read."""
-    number = pa.float64()
-    return pa.schema(
-        [
-            ("step", pa.int64()),
-            *((name, number) for name in SCALARS),
-            ("parts", pa.struct([(name, number) for name in PARTS])),
-            ("ranks", pa.struct([(MARK, pa.struct([("max", number)]))])),
-            ("straggler", pa.struct([("rank", pa.int64()), ("seconds", number)])),
-        ]
-    )
+@dataclass(frozen=True)
+class _Place:
+    """Where a line is in a file."""
+
+    number: int
+    start: int
+    length: int
 
 
-def _table(metrics: Path) -> pa.Table:
-    """Read the complete lines of metrics.jsonl; the last one may still be being written."""
-    schema = _schema()
-    if metrics.stat().st_size == 0:
-        return schema.empty_table()
-    with pa.memory_map(str(metrics)) as source:
-        content = source.read_buffer()
-        end = _end_of_last_line(content)
-        try:
-            return pa.json.read_json(
-                pa.BufferReader(content.slice(0, end)),
-                pa.json.ReadOptions(block_size=BLOCK_BYTES),
-                pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
-            )
-        except pa.ArrowInvalid:  # a crash truncated a line in the middle: parse line by line and skip it
-            return pa.Table.from_pylist([_known(line) for line in _lines(content.to_pybytes())], schema)
+@dataclass
+class _Table:
+    """Columns of metrics.jsonl, and the places of the lines with values by rank."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    scalars: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in SCALARS})
+    parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
+    late: dict[int, list[float]] = field(default_factory=dict)
+    detailed: list[tuple[_Place, float]] = field(default_factory=list)
+    """Lines with values by rank, and the slowest rank's seconds."""
+    last_detail: dict[str, Any] = field(default_factory=dict)
+    broken: list[int] = field(default_factory=list)
+
+    def add(self, place: _Place, line: dict[str, Any] | None) -> None:
+        step = line.get("step") if line is not None else None
+        if line is None or type(step) is not int or not 0 <= step < LARGEST_STEP:
+            self.broken.append(place.number)
+            return
+        self.steps.append(step)
+        for name, column in self.scalars.items():
+            column.append(number(line.get(name)))
+        parts = line.get("parts")
+        parts = parts if isinstance(parts, dict) else {}
+        for name, column in self.parts.items():
+            column.append(number(parts.get(name)))
+        self._add_details(place, line)
+
+    def _add_details(self, place: _Place, line: dict[str, Any]) -> None:
+        ranks, straggler = line.get("ranks"), line.get("straggler")
+        if isinstance(ranks, dict):
+            self.detailed.append((place, numbers(ranks.get(MARK)).get("max", math.nan)))
+        if isinstance(straggler, dict) and not math.isnan(seconds := number(straggler.get("seconds"))):
+            rank = straggler.get("rank")
+            if type(rank) is int and 0 <= rank < LARGEST_STEP:
+                self.late.setdefault(rank, []).append(seconds)
+        if line.get("collectives"):
+            self.last_detail = line
 
 
-def _end_of_last_line(content: pa.Buffer) -> int:
-    tail = content.slice(max(0, content.size - TAIL_BYTES))
-    return int(content.size - tail.size + tail.to_pybytes().rfind(b"\n") + 1)
+def _lines(path: Path) -> Iterator[tuple[_Place, dict[str, Any] | None]]:
+    """Yield each line's place and JSON object, None if it is not one; a last line without end is left out."""
+    start = 0
+    with path.open("rb") as file:
+        for count, line in enumerate(iter(lambda: file.readline(LONGEST_LINE_BYTES), b""), 1):
+            if line.endswith(b"\n") and line.strip():
+                yield _Place(count, start, len(line)), _object(line)
+            elif len(line) == LONGEST_LINE_BYTES:
+                yield _Place(count, start, len(line)), None
+            start += len(line)
 
 
-def _known(line: dict[str, Any]) -> dict[str, Any]:
-    """Convert the scalars of a line to floats, as the schema requires."""
-    floats = {name: None if line.get(name) is None else float(line[name]) for name in SCALARS}
-    return {**line, **floats}
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
-def _lines(text: bytes) -> Iterable[dict[str, Any]]:
-    """Yield the JSON objects, one per line; truncated lines are skipped."""
-    for line in text.splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
-def _floats(column: pa.ChunkedArray) -> Column:
-    values: Column = column.cast(pa.float64()).fill_null(float("nan")).to_numpy()
-    return values
-
-
-def _detailed(metrics: Path, table: pa.Table) -> list[dict[str, Any]]:
+def _detailed(metrics: Path, table: _Table) -> list[dict[str, Any]]:
     """Return the records with values by rank; if there are very many, a sample that includes the slowest."""
-    rows = np.flatnonzero(pa.compute.is_valid(table["ranks"]).to_numpy())
-    if len(rows) > MOST_DETAILED:
-        worst = _floats(pa.compute.struct_field(table["ranks"], [MARK, "max"]))[rows]
-        rows = rows[extremes(worst, MOST_DETAILED)]
-    return [json.loads(line) for line in _lines_at(metrics, rows, table.num_rows)]
+    places = [place for place, _ in table.detailed]
+    if len(places) > MOST_DETAILED:
+        kept = extremes(np.array([slowest for _, slowest in table.detailed]), MOST_DETAILED)
+        places = [places[row] for row in kept]
+    with metrics.open("rb") as file:
+        return [line for place in places if (line := _object_at(file, place)) is not None]
 
 
-def _lines_at(metrics: Path, rows: np.ndarray, count: int) -> Iterable[bytes]:
-    """Yield some lines of a file without iterating over all of them in Python."""
-    if len(rows) == 0:
-        return
-    raw = np.memmap(metrics, dtype=np.uint8, mode="r")
-    ends = np.flatnonzero(raw == ord("\n"))
-    if len(ends) != count:  # some lines are truncated, so row numbers are not line numbers
-        complete = [json.dumps(line).encode() for line in _lines(raw.tobytes())]
-        yield from (complete[row] for row in rows)
-        return
-    for row in rows:
-        yield raw[(ends[row - 1] + 1 if row else 0) : ends[row]].tobytes()
+def _object_at(file: Any, place: _Place) -> dict[str, Any] | None:
+    file.seek(place.start)
+    return _object(file.read(place.length))
 
 
 def _ranks(detailed: list[dict[str, Any]]) -> dict[str, dict[str, Column]]:
     found = {}
     for name in RANK_VALUES:
-        all_stats = [line["ranks"].get(name, {}) for line in detailed]
+        all_stats = [numbers(line["ranks"].get(name)) for line in detailed]
         if any(all_stats):
             found[name] = {stat: np.array([one.get(stat, np.nan) for one in all_stats], dtype=float) for stat in STATS}
     return found
 
 
-def _stragglers(table: pa.Table) -> dict[int, tuple[int, float]]:
-    reported = table.filter(pa.compute.is_valid(table["straggler"]))["straggler"].to_pylist()
-    late: dict[int, list[float]] = {}
-    for one in reported:
-        late.setdefault(one["rank"], []).append(one["seconds"])
-    return {rank: (len(all_), sum(all_) / len(all_)) for rank, all_ in sorted(late.items())}
+def _plan(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan whose axes, times and sizes are numbers; others are left out."""
+    axes = ("dp", "tp", "pp", "sp", "ep", "zero_stage", "micro_batch", "grad_accum", "memory_limit_bytes")
+    wrong = [name for name in axes if name in found and math.isnan(number(found[name]))]
+    kept = {name: value for name, value in found.items() if name not in wrong}
+    if ("micro_batch" in kept) != ("grad_accum" in kept):
+        kept = {name: value for name, value in kept.items() if name not in ("micro_batch", "grad_accum")}
+    return {**kept, **{name: numbers(kept[name]) for name in ("time", "memory") if name in kept}}
 
 
-def _last_detail(metrics: Path) -> dict[str, Any]:
-    with metrics.open("rb") as file:
-        file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
-        found = [line for line in _lines(file.read()) if line.get("collectives")]
-    return found[-1] if found else {}
+def _summary(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a summary whose parts have the types that a report computes with."""
+    sizes, parts = found.get("memory_bytes_by_rank"), found.get("memory_parts")
+    pairs = {name: numbers(pair) for name, pair in parts.items()} if isinstance(parts, dict) else {}
+    by_rank = [number(size) for size in sizes] if isinstance(sizes, list) else []
+    return {
+        **found,
+        "explanation": str(found.get("explanation") or ""),
+        "memory_bytes_by_rank": [int(size) for size in by_rank if not math.isnan(size)],
+        "memory_parts": {name: pair for name, pair in pairs.items() if {"predicted", "measured"} <= pair.keys()},
+    }
+
+
+def _details(line: dict[str, Any]) -> dict[str, Any]:
+    """Return collectives and pipeline bubbles of a record, as far as they are numbers."""
+    found, bubble = line.get("collectives"), line.get("bubble_by_stage")
+    rows = {text(name): numbers(row) for name, row in found.items()} if isinstance(found, dict) else {}
+    return {
+        "collectives": {name: row for name, row in rows.items() if {"calls", "bytes", "seconds"} <= row.keys()},
+        "bubble_by_stage": harmless(bubble) if isinstance(bubble, list) else [],
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +24,7 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     for heading in ("", "plan", "step", "tokens/s", "MFU", "memory", "of"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     for rank, option in enumerate(decision.ranked[:top], 1):
-        table.add_row(str(rank), option.plan.describe(), *_cells(option))
+        table.add_row(str(rank), escape(option.plan.describe()), *_cells(option))
     if decision.ranked:
         console.print(table)
     for rank, option in enumerate(decision.ranked[:top], 1):
@@ -34,6 +34,11 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     for refusal in shown_refusals(decision):
         what = refusal.plan.describe() if refusal.plan else refusal.strategy
         console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
+
+
+def plain(console: Console) -> Callable[[str], None]:
+    """Return a function that prints a line as it is: paths and messages may contain rich's markup."""
+    return lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_notes(found: Sequence[str], console: Console) -> None:

@@ -28,10 +28,12 @@ def show(runs: Sequence[RecordedRun], console: Console) -> None:
 
 def _one(run: RecordedRun, console: Console) -> None:
     console.rule(f"[bold]{escape(run.name)}")
-    console.print(figures.plan_words(run), highlight=False)
+    console.print(figures.plan_words(run), highlight=False, markup=False)
     console.print(f"loss {spark(run)}", highlight=False)
     for key, value in figures.facts(run).items():
-        console.print(f"{key:>14}  {value}", highlight=False)
+        console.print(f"{key:>14}  {value}", highlight=False, markup=False)
+    if run.broken:
+        console.print(f"metrics.jsonl: {broken_words(run.broken)}; they are not shown", highlight=False, markup=False)
     for table in (_predictions(run), _parts(run), _memory(run), _memory_parts(run), _ranks(run), _collectives(run)):
         if table.row_count:
             console.print(table)
@@ -42,7 +44,13 @@ def _one(run: RecordedRun, console: Console) -> None:
             f"straggler: rank {rank}, reported {times} times, {milliseconds(seconds)} slower per step", highlight=False
         )
     for event in run.events[-SHOWN_EVENTS:]:
-        console.print(f"step {event.get('step', '?'):>7}  {event.get('text', '')}", highlight=False, markup=False)
+        console.print(f"step {event.get('step', '?')!s:>7}  {event.get('text', '')}", highlight=False, markup=False)
+
+
+def broken_words(numbers: Sequence[int]) -> str:
+    """Return which lines of a file can't be read."""
+    shown = ", ".join(map(str, numbers[:5])) + (" …" if len(numbers) > 5 else "")
+    return f"{len(numbers):,} lines can't be read (line {shown})"
 
 
 def spark(run: RecordedRun) -> str:
@@ -120,7 +128,7 @@ def _ranks(run: RecordedRun) -> Table:
 def _collectives(run: RecordedRun) -> Table:
     table = _table("collectives per step (rank 0)", "kind", "calls", "sent", "blocked for")
     for row in figures.collectives(run):
-        table.add_row(row["name"], str(row["calls"]), size(row["bytes"]), milliseconds(row["seconds"]))
+        table.add_row(escape(row["name"]), f"{row['calls']:g}", size(row["bytes"]), milliseconds(row["seconds"]))
     return table
 
 
@@ -129,14 +137,14 @@ def _several(runs: Sequence[RecordedRun], console: Console) -> None:
     table.add_column("")
     for run in runs:
         table.add_column(escape(run.name), justify="right", overflow="fold")
-    table.add_row("plan", *(figures.plan_words(run) for run in runs))
+    table.add_row("plan", *(escape(figures.plan_words(run)) for run in runs))
     table.add_row("loss curve", *(spark(run)[::3] for run in runs))
     found = [figures.facts(run) for run in runs]
     for key in found[0]:
-        table.add_row(key, *(one[key] for one in found))
+        table.add_row(key, *(escape(one[key]) for one in found))
     console.print(table)
     differing = _table("differences between the recipes", "key", *(escape(run.name) for run in runs))
     for key, values in figures.differing_keys(runs):
-        differing.add_row(key, *map(escape, values))
+        differing.add_row(escape(key), *map(escape, values))
     if differing.row_count:
         console.print(differing)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import store
-from toolkit.checkpoints.format import INDEX, MANIFEST, faults, parse_index, read_manifest, read_small
+from toolkit.checkpoints.format import MANIFEST, content_faults, faults, read_manifest
 from toolkit.errors import BadInput, Problem
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe, load_recipe
@@ -126,7 +126,10 @@ def create(path: Path) -> RunDir:
             f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",
         )
     try:
-        (path / "logs").mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Logs, metrics and checkpoints may hold data: nobody else gets in, whatever the umask is.
+        path.mkdir(mode=0o700, exist_ok=True)
+        (path / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise BadInput("output", f"{path} can't be created: {error.strerror}") from None
     return RunDir(path)
@@ -159,7 +162,7 @@ def read(run: RunDir) -> RunSpec:
         return _read_spec(run)
     except BadInput:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(str(run.path), f"not a run directory: {error}") from None
     except (KeyError, TypeError, AttributeError):
         raise BadInput(str(run.plan), "is not a plan of this toolkit; plan again with `toolkit train`") from None
@@ -201,7 +204,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing, damaged or contains anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -233,14 +236,8 @@ def verify(given: Path) -> tuple[list[Verification], list[Problem]]:
 
 
 def check(path: Path) -> list[Problem]:
-    """Return every problem of one checkpoint: damaged files or, if there are none, errors in its index."""
-    found = faults(path)
-    if not found:
-        try:
-            parse_index(read_small(path / INDEX), read_manifest(path)[0])
-        except BadInput as error:
-            found = list(error.problems)
-    return found
+    """Return every problem of one checkpoint: damaged files or, if there are none, errors in its index or state."""
+    return faults(path) or content_faults(path)
 
 
 def _verify_one(path: Path) -> Verification:

@@ -126,7 +126,7 @@ def assemble(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> 
     sinks = make_sinks(spec, run, context.console, parts.last_step, own_sinks) if world.rank == 0 else []
     recorder = Recorder([averages, *sinks] if world.rank == 0 else [])
     if world.rank == 0:
-        recorder.resume_at(keep_until(run.metrics, parts.position.step))
+        recorder.resume_at(keep_until(run.metrics, parts.position.step, parts.say))
     counters, missing = make_counters()
     if missing:
         parts.say(missing)

@@ -45,7 +45,7 @@ class Evaluator:
 
     def resume_at(self, step: int) -> None:
         """Read what was recorded up to a step, and forget what came after it."""
-        found = keep_until(self.path, step) if self.writes else []
+        found = keep_until(self.path, step, needs=("step", "loss")) if self.writes else []
         self.last = found[-1] if found else {}
         self.best = min(found, key=lambda record: float(record["loss"])) if found else {}
 

@@ -111,7 +111,7 @@ def launch_run(resolved: Resolved, path: Path, options: LaunchOptions, console: 
             fleet.check(backend)
         run = resolved.write(path, resuming=options.resuming)
         resolved.write_accelerate(run)
-        console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
+        console.print(f"run directory: {path}", highlight=False, markup=False, soft_wrap=True)
         if fleet is not None and launcher != "deepspeed":
             return fleet.run(_worker_launcher(launcher), run, backend, timeout)
         node = fleet.node(0) if fleet else None
@@ -173,4 +173,5 @@ def _write_deepspeed_files(run: RunDir, hosts: Sequence[Host], command: launcher
             f"not passed on to other hosts, because deepspeed puts settings on command lines: "
             f"{', '.join([*secret, *unsafe])}; log in there (`hf auth login`, `wandb login`), or omit --launcher",
             highlight=False,
+            markup=False,
         )

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from toolkit.checkpoints.format import faults
+from toolkit.checkpoints.store import path_of, steps
 from toolkit.errors import BadInput
 from toolkit.launching import environment
 from toolkit.launching.launch_files import IMAGE, Emission, files, fixed_recipe
-from toolkit.recipe.file import load_recipe
+from toolkit.recipe.file import as_mapping, load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import ray
@@ -55,6 +57,8 @@ def prepare_resume(
     if not run.recipe.is_file():
         raise BadInput(str(run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
     recipe = load_recipe(run.recipe, ["checkpoint.resume=auto", *overrides])
+    for line in edited_keys(run, overrides):
+        report(line)
     recipe = check(recipe, environment.environment(), report)
     if options.hosts:
         recipe, nproc = on_hosts(replace(recipe, cluster="auto"), options.hosts), None
@@ -68,6 +72,34 @@ def prepare_resume(
         )
         raise BadInput("checkpoint.resume", what)
     return resolve(recipe, nproc)
+
+
+def edited_keys(run: RunDir, overrides: Sequence[str]) -> list[str]:
+    """Return a line for each key of recipe.yaml that differs from the copy in the newest checkpoint.
+
+    The checkpoint's copy has a checksum, the file in the run directory does not. Keys that are overridden on the
+    command line are meant to differ.
+    """
+    from toolkit.reports.figures import flatten
+
+    found = steps(run.checkpoints)
+    copy = path_of(run.checkpoints, found[0]) / "recipe.yaml" if found else None
+    if copy is None or not copy.is_file() or faults(copy.parent, [copy.name]):
+        return []  # a damaged checkpoint is reported when it is loaded
+    then, now = flatten(as_mapping(load_recipe(copy))), flatten(as_mapping(load_recipe(run.recipe)))
+    given = [override.partition("=")[0] for override in overrides]
+    keys = [
+        key
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+        and key != "checkpoint.resume"
+        and not any(key == one or key.startswith(f"{one}.") for one in given)
+    ]
+    return [
+        f"{run.recipe}: {key} is {now.get(key)!r}; the checkpoint was made with {then.get(key)!r}; "
+        f"the run continues with {now.get(key)!r}"
+        for key in keys
+    ]
 
 
 def previous_num_devices(run_dir: Path) -> int | None:

@@ -201,7 +201,7 @@ def start_islands(resolved: Resolved, path: Path, options: LaunchOptions, consol
     if chosen.island is not None and not 0 <= chosen.island < plan.islands:
         raise BadInput("--island", f"{chosen.island} given; the plan has islands 0 to {plan.islands - 1}")
     run = resolved.write(path, resuming=options.resuming)
-    console.print(f"run directory: {path}", highlight=False, soft_wrap=True)
+    console.print(f"run directory: {path}", highlight=False, markup=False, soft_wrap=True)
     from toolkit.runtime.islands.async_store import serve
     from toolkit.runtime.supervision.supervise import spawn
 

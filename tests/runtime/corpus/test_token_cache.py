@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import Trainer
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus import token_cache
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
@@ -106,3 +107,63 @@ def test_a_fault_meets_every_rank_alike(tmp_path: Path) -> None:
     path.write_text("body\nx\n")
     results = call_on_ranks(make_as_rank, tmp_path / "cache", str(path), nproc=2)
     assert ["no column 'text'" in result.reason for result in results] == [True, True]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a flipped bit": flip,
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-3]),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_anew_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """Every file of a cache, the targets of a seq2seq data set among them."""
+    cache, section = TokenCache(tmp_path / "cache", workers=1), Data(format="seq2seq")
+    first = find_or_make(cache, section, "synthetic", Bytes(), SingleProcess())
+    expected = first.tokens.copy(), first.targets.tokens.copy() if first.targets else None
+    (path,) = (tmp_path / "cache").iterdir()
+    names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
+    assert len(names) >= 6
+    for name in names:
+        DAMAGES[damage](path / name)
+        capsys.readouterr()
+        again = find_or_make(cache, section, "synthetic", Bytes(), SingleProcess())
+        assert np.array_equal(again.tokens, expected[0]), name
+        assert again.targets is not None
+        assert np.array_equal(again.targets.tokens, expected[1]), name
+        assert "it is damaged, and is made anew" in capsys.readouterr().err, name
+    assert entries(tmp_path / "cache") == [path.name]
+
+
+def test_token_ids_outside_the_vocabulary_are_damage_too(tmp_path: Path, source: str) -> None:
+    """Whoever writes tokens and digests alike does not get ids into the embedding that it has no row for."""
+    cache = TokenCache(tmp_path / "cache", workers=1)
+    found = find_or_make(cache, Data(), source, Bytes(), SingleProcess())
+    path = tmp_path / "planted"
+    for wrong in (-1, Bytes().vocab):
+        replace(found, tokens=np.full_like(found.tokens, wrong)).save(path)
+        assert "the tokenizer has 0 to 257" in str(Documents.fault(path, Bytes().vocab))
+    replace(found, bounds=found.bounds + 1).save(path)
+    assert "bounds" in str(Documents.fault(path, Bytes().vocab))
+
+
+def test_a_run_on_a_damaged_cache_has_the_undamaged_first_loss(train: Trainer, tmp_path: Path) -> None:
+    section = f"data.cache={tmp_path / 'cache'}"
+    first = train(section, "train.steps=1", nproc=1)
+    (path,) = (tmp_path / "cache").iterdir()
+    flip(path / "tokens.npy")
+    again = train(section, "train.steps=1", nproc=1)
+    assert again.losses == first.losses
+    assert "made anew" in again.run.log(0).read_text()

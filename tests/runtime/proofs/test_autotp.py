@@ -36,7 +36,7 @@ def test_what_is_not_exact_is_refused_with_the_figures() -> None:
 def test_a_recipe_asks_for_it_and_it_is_tried_first(
     recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toolkit.plans.split_verdicts.CACHE", tmp_path / "proofs.json")
+    monkeypatch.setattr("toolkit.plans.split_verdicts.user_cache", lambda: tmp_path)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_mapping))
     axes = ("strategy.name=tensor_parallel", "strategy.tensor_by=autotp", "strategy.tp=2")

@@ -28,6 +28,7 @@ def verify_together(path: Path, rank: int, size: int) -> list[Problem]:
     found = fmt.faults(path, names[rank::size])
     if rank == 0:
         found = fmt.layout_faults(path) + found
+        found += [] if found else fmt.content_faults(path)
     return list(dict.fromkeys(problem for problems in gather_objects(found) for problem in problems))
 
 
@@ -42,9 +43,7 @@ class Reader:
     @classmethod
     def open(cls, path: Path) -> Reader:
         """Read index and state; the caller must have verified the files."""
-        files, _ = fmt.read_manifest(path)
-        state = fmt.parse_state(fmt.read_small(path / fmt.STATE))
-        return cls(path, fmt.parse_index(fmt.read_small(path / fmt.INDEX), files), state)
+        return cls(path, *fmt.read_contents(path))
 
     def __post_init__(self) -> None:
         self._files: dict[str, Any] = {}

@@ -58,7 +58,7 @@ class Text:
 
     def encode(self, rows: Rows) -> Encoded:
         texts = [str(text) for text in rows[self.column] if text]
-        found = Encoded(empty=len(rows[self.column]) - len(texts))
+        found = Encoded(empty=len(rows[self.column]) - len(texts), problems=text_problems(rows, self.columns))
         end = [] if self.tokenizer.end is None else [self.tokenizer.end]
         for ids in self.tokenizer.encode(texts):
             found.documents.append(np.concatenate([ids, end]).astype(TOKEN))
@@ -81,7 +81,7 @@ class Answers:
         return (self.section.prompt_column, self.section.response_column, *context)
 
     def encode(self, rows: Rows) -> Encoded:
-        found = Encoded()
+        found = Encoded(problems=[] if self.section.format == "chat" else text_problems(rows, self.columns))
         for number in range(len(rows[self.columns[0]])):
             messages = self._messages({name: values[number] for name, values in rows.items()})
             problem = _message_problem(messages)
@@ -143,7 +143,7 @@ class Classes:
         return (self.section.text_column, self.section.label_column)
 
     def encode(self, rows: Rows) -> Encoded:
-        found, kept = Encoded(), []
+        found, kept = Encoded(problems=text_problems(rows, self.columns[:1])), []
         for number, (text, label) in enumerate(zip(*(rows[name] for name in self.columns), strict=True)):
             place = label_number(label, self.names)
             if place is None:
@@ -173,6 +173,7 @@ class Pairs:
         pairs = list(zip(*(rows[name] for name in self.columns), strict=True))
         kept = [(str(prompt), str(response)) for prompt, response in pairs if prompt and response]
         found = Encoded(unanswered=sum(1 for prompt, response in pairs if prompt and not response))
+        found.problems += text_problems(rows, self.columns)
         found.empty = len(pairs) - len(kept) - found.unanswered
         found.documents = self.tokenizer.encode_whole([prompt for prompt, _ in kept])
         found.targets = self.tokenizer.encode_whole([response for _, response in kept])
@@ -190,6 +191,16 @@ def make_format(section: Data, tokenizer: Tokenizer, names: tuple[str, ...] = ()
     if section.format == "seq2seq":
         return Pairs(tokenizer, section)
     raise BadInput("data.format", f"{section.format} is not a text format")
+
+
+def text_problems(rows: Rows, columns: Sequence[str]) -> list[tuple[int, str]]:
+    """Rows whose text is something else, such as a number: trained on as its digits, it would hide a wrong column."""
+    return [
+        (number, f"{name} is {value!r:.60} ({type(value).__name__}); text is required, in quotes")
+        for name in columns
+        for number, value in enumerate(rows[name])
+        if value is not None and not isinstance(value, str)
+    ]
 
 
 def label_number(label: Any, names: Sequence[str]) -> int | None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from toolkit.runtime.corpus.token_documents import TOKEN, Counts, Documents
 from toolkit.runtime.corpus.tokenizer import Tokenizer
 from toolkit.runtime.distributed.rank_zero_first import OncePerHost
 
-VERSION = 1
+VERSION = 2
 """Increase it when equal rows and settings would give other documents."""
 ROWS_A_PROCESS = 2000
 """Minimum number of rows per process."""
@@ -58,10 +59,23 @@ class TokenCache:
         try:
             documents = self._tokenise(section, source, tokenizer, work / "rows")
             documents.save(work / "done")
+            with contextlib.suppress(OSError):  # a damaged one makes room; whoever has mapped it keeps its pages
+                os.rename(path, work / "damaged")
             with contextlib.suppress(OSError):  # another process was first, with the same result
                 os.rename(work / "done", path)
+            _sync(self.root)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+    def intact(self, path: Path, vocab: int) -> bool:
+        """Whether the directory has every byte that was written; reports one that does not, before it is made anew."""
+        if not path.is_dir():
+            return False
+        fault = Documents.fault(path, vocab)
+        if fault is not None:
+            for stream in dict.fromkeys(stream for stream in (self.terminal, sys.stderr) if stream is not None):
+                print(f"token cache {path}: {fault}; it is damaged, and is made anew", file=stream, flush=True)
+        return fault is None
 
     def _tokenise(self, section: Data, source: str, tokenizer: Tokenizer, work: Path) -> Documents:
         with self._progress():
@@ -97,6 +111,14 @@ class TokenCache:
         (datasets.enable_progress_bars if shown else datasets.disable_progress_bars)()
         with contextlib.redirect_stderr(self.terminal) if shown else contextlib.nullcontext():
             yield
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def class_names(rows: Any, section: Data) -> tuple[str, ...]:
@@ -176,5 +198,7 @@ def find_or_make(
 ) -> Documents:
     """The documents of a source. If they are missing, one rank per host makes them while the others wait."""
     path = cache.root / once_per_host.from_rank_zero(lambda: cache.key(section, source, tokenizer))
-    once_per_host.once(path.is_dir, lambda: cache.make(path, section, source, tokenizer))
+    once_per_host.once(
+        lambda: cache.intact(path, tokenizer.vocab), lambda: cache.make(path, section, source, tokenizer)
+    )
     return Documents.open(path)

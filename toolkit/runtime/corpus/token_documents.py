@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from toolkit.errors import first_line
+from toolkit.units import MIB
+
 TOKEN = np.int32
+META = "meta.json"
+BLOCK_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -79,26 +86,71 @@ class Documents:
         )
 
     def save(self, directory: Path) -> None:
-        """Write into a directory."""
+        """Write into a directory and sync it to disk; meta.json holds the size and digest of every file."""
         directory.mkdir(parents=True, exist_ok=True)
+        files = {}
         for name, array in self._arrays().items():
-            np.save(directory / f"{name}.npy", array)
+            path = directory / f"{name}.npy"
+            with path.open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+            files[path.name] = [path.stat().st_size, _digest(path)]
         if self.targets is not None:
             self.targets.save(directory / "targets")
-        meta = {"names": list(self.names), "counts": asdict(self.counts)}
-        (directory / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+        body = {
+            "names": list(self.names),
+            "counts": asdict(self.counts),
+            "files": files,
+            "targets": self.targets is not None,
+        }
+        with (directory / META).open("w", encoding="utf-8") as file:
+            json.dump({**body, "digest": _body_digest(body)}, file)
+            file.flush()
+            os.fsync(file.fileno())
 
     @classmethod
     def open(cls, directory: Path) -> Documents:
-        """Memory-map what `save` wrote."""
-        meta = json.loads((directory / "meta.json").read_text(encoding="utf-8"))
+        """Memory-map what `save` wrote, without checking it."""
+        meta = json.loads((directory / META).read_text(encoding="utf-8"))
         arrays: dict[str, Any] = {
-            path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in directory.glob("*.npy")
+            name.removesuffix(".npy"): np.load(directory / name, mmap_mode="r", allow_pickle=False)
+            for name in meta["files"]
         }
-        inner = directory / "targets"
-        targets = cls.open(inner) if inner.is_dir() else None
+        targets = cls.open(directory / "targets") if meta["targets"] else None
         counts = Counts(**meta["counts"])
         return cls(**arrays, targets=targets, names=tuple(meta["names"]), counts=counts)
+
+    @classmethod
+    def fault(cls, directory: Path, vocab: int) -> str | None:
+        """What is wrong with a directory that `save` wrote: sizes, digests, shapes and token ids; None if intact."""
+        try:
+            return _files_fault(directory) or cls.open(directory)._content_fault(vocab)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError) as error:
+            return f"can't be read: {first_line(error)}"
+
+    def _content_fault(self, vocab: int) -> str | None:
+        """What is wrong with the arrays themselves; None if every document can be trained on."""
+        sizes = {
+            "tokens": (self.tokens, TOKEN, len(self.tokens)),
+            "bounds": (self.bounds, np.int64, len(self.bounds)),
+            "counted": (self.counted, np.uint8, len(self.tokens)),
+            "labels": (self.labels, np.int64, len(self)),
+        }
+        for name, (array, dtype, length) in sizes.items():
+            if array is not None and (array.ndim != 1 or array.dtype != dtype or len(array) != length):
+                return (
+                    f"{name} has the shape {array.shape} of {array.dtype}; {length} of {np.dtype(dtype)} are required"
+                )
+        if len(self.bounds) < 1 or self.bounds[0] != 0 or self.bounds[-1] != len(self.tokens):
+            return "the bounds of documents do not match the tokens"
+        if len(self) and self.lengths.min() < 0:
+            return "the bounds of documents are not in order"
+        if len(self.tokens) and not 0 <= self.tokens.min() <= self.tokens.max() < vocab:
+            return f"has token ids {self.tokens.min()} to {self.tokens.max()}; the tokenizer has 0 to {vocab - 1}"
+        if self.targets is not None:
+            return self.targets._content_fault(vocab) if len(self.targets) == len(self) else "targets are missing"
+        return None
 
     def _arrays(self) -> dict[str, np.ndarray]:
         arrays = {"tokens": self.tokens, "bounds": self.bounds, "counted": self.counted, "labels": self.labels}
@@ -118,3 +170,29 @@ def spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     offsets: np.ndarray = np.repeat(starts - (ends - lengths), lengths)
     found: np.ndarray = np.arange(len(offsets)) + offsets
     return found
+
+
+def _files_fault(directory: Path) -> str | None:
+    meta = json.loads((directory / META).read_bytes())
+    body = {key: value for key, value in meta.items() if key != "digest"}
+    if meta["digest"] != _body_digest(body):
+        return f"{META} does not have the digest that was written"
+    for name, (size, digest) in body["files"].items():
+        path = directory / name
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes; {size} were written"
+        if _digest(path) != digest:
+            return f"{name} does not have the digest that was written"
+    return _files_fault(directory / "targets") if body["targets"] else None
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _body_digest(body: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()

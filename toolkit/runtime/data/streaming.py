@@ -58,8 +58,10 @@ class Start:
 class Source:
     """Endless passes over one source; each pass reads its files in another order."""
 
-    def __init__(self, rows: Any, seed: Sequence[int], place: StreamPosition) -> None:
+    def __init__(self, rows: Any, seed: Sequence[int], place: StreamPosition, files: Sequence[Path] = ()) -> None:
         self._dataset = rows
+        self._unchecked = set(files)
+        self._files = files
         self._seed = seed
         self.place = place
         self._coming = self._read()
@@ -91,6 +93,9 @@ class Source:
             yield None
 
     def _shard(self, index: int, shards: int, start: int) -> Iterator[Row]:
+        if len(self._files) == shards and self._files[index] in self._unchecked:  # a shard is a file
+            sources.check_json(self._files[index])
+            self._unchecked.discard(self._files[index])
         rows = self._dataset.shard(shards, index)
         for batch in (rows.skip(start) if start else rows).iter(BATCH_ROWS):
             for values in zip(*batch.values(), strict=True):
@@ -130,7 +135,7 @@ def open_blocks(
     """The blocks of a recipe's sources, from the beginning or from the start of a block."""
     start = start or Start(0, (StreamPosition(),) * len(weights))
     found = [
-        Source(_columns(_open(section, name), section, reader, name), (seed, number), place)
+        Source(_columns(_open(section, name), section, reader, name), (seed, number), place, data_files(name) or ())
         for number, (name, place) in enumerate(zip(weights, start.places, strict=True))
     ]
     return Blocks(found, list(weights.values()), seed, start.block)
@@ -169,6 +174,7 @@ def _open(section: Data, source: str) -> Any:
         )
     (kind,) = kinds
     names = [str(file) for file in files]
+    sources.check_json(files[0])  # its first lines are read now, for the columns
     if kind is None:
         return datasets.IterableDataset.from_generator(
             _texts, gen_kwargs={"paths": names, "column": section.text_column}
@@ -178,7 +184,7 @@ def _open(section: Data, source: str) -> Any:
 
 def _texts(paths: list[str], column: str) -> Iterator[dict[str, str]]:
     for path in paths:
-        yield {column: Path(path).read_text(encoding="utf-8", errors="replace")}
+        yield {column: sources.read_document(Path(path))}
 
 
 WINDOW_SEQUENCES = 256

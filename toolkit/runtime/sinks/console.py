@@ -76,7 +76,7 @@ class ConsoleSink:
             self._console.print(_comparison(summary))
             if summary.get("explanation"):
                 self._console.print(summary["explanation"], highlight=False, markup=False)
-            self._console.print(f"run directory: {summary['run_dir']}", highlight=False, soft_wrap=True)
+            self._console.print(f"run directory: {summary['run_dir']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _comparison(summary: Mapping[str, Any]) -> Table:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -136,18 +137,40 @@ class JsonlSink:
         os.replace(temporary, self._summary)
 
 
-def keep_until(metrics: Path, step: int) -> list[dict[str, Any]]:
-    """Cut metrics.jsonl after a step, so that a resumed run writes no step twice; the lines that stay."""
-    kept = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.exists() else []:
-        try:
-            record = json.loads(line)
-            if record["step"] <= step:
-                kept.append(record)
-        except (ValueError, KeyError, TypeError):  # a line that a crash cut short
-            continue
-    if metrics.exists():
-        temporary = metrics.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(temporary, metrics)
+def keep_until(
+    metrics: Path, step: int, say: Callable[[str], object] = print, needs: Sequence[str] = ("step",)
+) -> list[dict[str, Any]]:
+    """Cut metrics.jsonl after a step, so that a resumed run writes no step twice; the lines that stay.
+
+    A last line without end was cut short by a crash, and is dropped. Any other line that is no record (`needs` are its
+    numbers) is reported, and the file is copied first.
+    """
+    if not metrics.exists():
+        return []
+    *lines, _ = metrics.read_bytes().split(b"\n")
+    records = [_record(line, needs) for line in lines]
+    broken = [number for number, record in enumerate(records, 1) if record is None]
+    if broken:
+        copy = _free_name(metrics)
+        shutil.copyfile(metrics, copy)
+        shown = ", ".join(map(str, broken[:5])) + (" …" if len(broken) > 5 else "")
+        say(f"{metrics}: {len(broken)} lines can't be read and are left out (line {shown}); the file is kept as {copy}")
+    kept = [record for record in records if record is not None and record["step"] <= step]
+    temporary = metrics.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    os.replace(temporary, metrics)
     return kept
+
+
+def _record(line: bytes, needs: Sequence[str]) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    valid = isinstance(found, dict) and all(type(found.get(name)) in (int, float) for name in needs)
+    return found if valid else None
+
+
+def _free_name(metrics: Path) -> Path:
+    names = (metrics.with_name(f"{metrics.name}.damaged-{number}") for number in range(1, 1000))
+    return next((path for path in names if not path.exists()), metrics.with_name(f"{metrics.name}.damaged"))
