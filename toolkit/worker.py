@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings
+from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings, use_loopback
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
@@ -31,6 +31,7 @@ from toolkit.sessions.preflight import check
 from toolkit.sessions.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
+    from toolkit.runtime.distributed.process_group import World
     from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
 
 
@@ -73,6 +74,10 @@ class Rank:
         self.pulse = HeartbeatThread(run.heartbeats, self.number, self.terminal.err, self.parent)
         self.pulse.start()
         return self.pulse
+
+    def warn(self, text: str) -> None:
+        """Tell the person at the terminal, wherever output goes."""
+        print(text, file=self.terminal.err, flush=True)
 
     def end(self, code: int, error: str) -> int:
         """Tell the log and the supervisor how it ended."""
@@ -131,18 +136,20 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         )
     from toolkit.runtime.assemble import RankContext
     from toolkit.runtime.distributed import process_group
+    from toolkit.runtime.distributed.rendezvous import Meeting
     from toolkit.runtime.run import run_rank
 
     world = process_group.World.from_env(os.environ)
-    _choose_interface()
+    _choose_interface(world)
+    meeting = Meeting.from_env(os.environ)
     if resolved is None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
         _choose_algorithm(layout.read(run).recipe)
-        process_group.join(world)
+        process_group.join(world, meeting, rank.warn)
     else:
         _choose_algorithm(resolved.recipe)
-        process_group.join(world)
+        process_group.join(world, meeting, rank.warn)
         run = _prepare(resolved, args.run_dir, world.rank)
         pulse = rank.settle(run)
     run_rank(
@@ -159,10 +166,13 @@ def _resolve(recipe: Recipe) -> Resolved:
     return resolve(recipe, nproc=world)
 
 
-def _choose_interface() -> None:
-    """gloo would listen where the host's own name leads to, often loopback: take the way to the first host."""
+def _choose_interface(world: World) -> None:
+    """Loopback on one host; on several, where gloo would take the host's own name, the way to the first host."""
     from toolkit.runtime.machine.network import interface_towards
 
+    if world.size <= world.local_size:
+        use_loopback()
+        return
     name = interface_towards(os.environ["MASTER_ADDR"])
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -175,20 +185,14 @@ def _choose_algorithm(recipe: Recipe) -> None:
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:
     """Rank 0 makes the run directory; all ranks use it, or fail alike."""
-    from toolkit.runtime.distributed import process_group
+    from toolkit.runtime.distributed.rank_zero_first import answer_of_rank_zero
 
-    outcome: Path | BadInput | None = None
-    if rank == 0:
-        try:
-            outcome = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
-            resolved.write(outcome)
-        except BadInput as error:
-            outcome = error
-    outcome = process_group.broadcast_object(outcome)
-    if isinstance(outcome, BadInput):
-        raise outcome
-    assert outcome is not None
-    return RunDir(outcome)
+    def make() -> str:
+        path = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
+        resolved.write(path)
+        return str(path)
+
+    return RunDir(Path(answer_of_rank_zero(make, rank)))
 
 
 if __name__ == "__main__":

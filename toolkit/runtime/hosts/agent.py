@@ -28,7 +28,7 @@ from toolkit.runtime.supervision.supervise import run_all
 
 ROOT = str(Path(__file__).resolve().parents[3])
 """Directory of this toolkit; it must be the same on every host."""
-AGENT = ("-m", "toolkit.runtime.hosts.agent")
+AGENT = ("-P", "-m", "toolkit.runtime.hosts.agent")
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Without a message for this long, the other side counts as lost."""
