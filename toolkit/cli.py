@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from toolkit.errors import ToolkitError
+from toolkit.launching import stop_signals
 
 COMMANDS: dict[str, str] = {
     "plan": "rank the plans for a recipe by predicted time and memory, and say why others are refused",
@@ -31,6 +32,8 @@ COMMANDS: dict[str, str] = {
     "strategies": "list the strategies, or the known devices",
     "keys": "list every recipe key with its type, default and meaning",
 }
+STOPPABLE = ("train", "resume")
+"""Commands that a stop signal ends with the exit code of a saved run."""
 ALIASES = {"mailbox": "rendezvous"}
 """Old name → command."""
 
@@ -40,7 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(given)
-        return int(_module(args.command).run(args))
+        if args.command not in STOPPABLE:
+            return int(_module(args.command).run(args))
+        with stop_signals.ending_the_command():
+            code = int(_module(args.command).run(args))
+            if argv is None:
+                stop_signals.ignore()
+            return code
     except ToolkitError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -77,6 +77,8 @@ class RankFailed(ToolkitError):
     """A worker process ended with an error."""
 
     exit_code = 4
+    stopped = False
+    """Whether the run had been asked to stop: then it is not restarted."""
 
 
 class OutOfMemory(RankFailed):

@@ -17,10 +17,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from toolkit.launching.stop_signals import StopRequest, ignore
+
+if __name__ == "__main__":
+    EARLY = StopRequest()
+    EARLY.listen()  # before the other imports: a stop request during start-up must not count as a failure
+
 from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
 from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings, use_loopback
-from toolkit.launching.stop_signals import StopRequest
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
@@ -87,12 +92,12 @@ class Rank:
         return code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run as one rank; the exit code is the contract's."""
+def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
+    """Run as one rank; the exit code is the contract's. `stop` is listening already, if given."""
     args = _parser().parse_intermixed_args(argv)  # overrides may stand behind --run-dir, too
     adopt_slurm()
     parent = os.environ.get(PARENT)
-    rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None)
+    rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None, stop=stop or StopRequest())
     rank.stop.listen()
     try:
         _run(args, rank)
@@ -196,4 +201,6 @@ def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    CODE = main(stop=EARLY)
+    ignore()  # Python would restore the default, and the exit code would be lost
+    sys.exit(CODE)

@@ -66,13 +66,14 @@ RUNS = [
     "strategy={name: zero, zero_stage: 3}",
     "strategy={name: pipeline, pp: 2}",
     "strategy={name: tensor_parallel, tp: 2}",
-    "strategy={name: tensor_parallel, tp: 2, tensor_by: autotp}",
+    "strategy={name: tensor_parallel, tp: 2, zero_stage: 1, tensor_by: autotp}",
     "strategy={name: sequence_parallel, sp: 2}",
-    "strategy={name: local_sgd, islands: 2}",
+    "strategy={name: local_sgd, islands: 2, local_steps: 2}",
 ]
 
 
 @pytest.mark.parametrize("strategy", RUNS)
 def test_a_run_unpickles_nothing(train: Trainer, strategy: str) -> None:
-    finished = train(strategy, "train.steps=2", "checkpoint.every=2", enter=records_unpickling)
+    every = 0 if "autotp" in strategy else 2  # AutoTP's shards can't be saved
+    finished = train(strategy, "train.steps=2", f"checkpoint.every={every}", enter=records_unpickling)
     assert [(finished.run.path / f"unpickled-{rank}").read_text() for rank in (0, 1)] == ["", ""]
