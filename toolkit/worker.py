@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -29,7 +30,7 @@ from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_s
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
-from toolkit.run_dir import layout
+from toolkit.run_dir import layout, lock
 from toolkit.run_dir.async_islands import Membership, goes_async
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.preflight import check
@@ -70,6 +71,8 @@ class Rank:
     terminal: Terminal = field(default_factory=Terminal)
     stop: StopRequest = field(default_factory=StopRequest)
     pulse: HeartbeatThread | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+    """The lock of the run directory, if no supervisor holds it."""
 
     def settle(self, run: RunDir) -> HeartbeatThread:
         """From here on: output to the log, a heartbeat in the run directory."""
@@ -89,6 +92,7 @@ class Rank:
         if self.pulse is not None:
             print(error, file=sys.stderr, flush=True)
             self.pulse.end(code, error)
+        self.held.close()
         return code
 
 
@@ -155,7 +159,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
     else:
         _choose_algorithm(resolved.recipe)
         process_group.join(world, meeting, rank.warn)
-        run = _prepare(resolved, args.run_dir, world.rank)
+        run = _prepare(resolved, args.run_dir, rank)
         pulse = rank.settle(run)
     run_rank(
         layout.read(run), run, world, RankContext(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
@@ -188,16 +192,17 @@ def _choose_algorithm(recipe: Recipe) -> None:
     os.environ.update(nccl_settings(recipe.train.reduce.algorithm, os.environ))
 
 
-def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:
+def _prepare(resolved: Resolved, wanted: Path | None, rank: Rank) -> RunDir:
     """Rank 0 makes the run directory; all ranks use it, or fail alike."""
     from toolkit.runtime.distributed.rank_zero_first import answer_of_rank_zero
 
     def make() -> str:
         path = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
+        rank.held.enter_context(lock.hold(path, rank.warn))
         resolved.write(path)
         return str(path)
 
-    return RunDir(Path(answer_of_rank_zero(make, rank)))
+    return RunDir(Path(answer_of_rank_zero(make, rank.number)))
 
 
 if __name__ == "__main__":

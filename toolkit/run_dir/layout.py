@@ -17,6 +17,8 @@ from toolkit.recipe.file import dump_recipe, load_recipe
 from toolkit.recipe.sections import Recipe
 
 TAIL_LINES = 15
+LOCK = "lock.json"
+"""Says which process runs in the directory."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def new_run_path(output: str, name: str) -> Path:
 
 def create(path: Path) -> RunDir:
     """Create the directory; raises `BadInput` if it exists and is not empty."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(not each.name.startswith(LOCK) for each in path.iterdir())):
         raise BadInput(
             "--run-dir",
             f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",

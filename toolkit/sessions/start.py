@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from toolkit.launching.machine_checks import QUICK, CheckContext, examine
 from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.planner.search import Option
 from toolkit.reports.tables import show_findings
+from toolkit.run_dir import lock
 from toolkit.run_dir.async_islands import Membership, furthest, gather, goes_async, write_island
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import LOCK, RunDir
 from toolkit.sessions import ray
 from toolkit.sessions.hosts import LaunchOptions, launch_run
 from toolkit.sessions.resolve import Resolved, resolve
@@ -39,6 +41,13 @@ def start(resolved: Resolved, path: Path, options: LaunchOptions, console: Conso
     Returns the exit code of the command line.
     """
     _examine(path, console)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    island = options.islands.island
+    with lock.hold(path, say, LOCK if island is None else f"{LOCK}.island-{island}"):
+        return _start(resolved, path, options, console)
+
+
+def _start(resolved: Resolved, path: Path, options: LaunchOptions, console: Console) -> int:
     if goes_async(resolved.recipe, resolved.chosen.plan):
         return start_islands(resolved, path, options, console)
     if options.islands.rendezvous is not None:
