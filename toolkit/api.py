@@ -27,7 +27,7 @@ from toolkit.run_dir.layout import RunDir, new_run_path, newest
 from toolkit.sessions.hosts import LaunchOptions
 from toolkit.sessions.parity import compare, parity_json, reference
 from toolkit.sessions.preflight import check
-from toolkit.sessions.prepare import prepare_resume, prepare_training
+from toolkit.sessions.prepare import Consent, prepare_resume, prepare_training
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.sessions.start import start
 from toolkit.sessions.tiny_recipe import tiny_recipe
@@ -137,10 +137,20 @@ def train(
     return _run(resolved, path, LaunchOptions())
 
 
-def resume(run_dir: str | Path, *overrides: str, nproc: int | None = None) -> Run:
-    """Resume a run from its newest checkpoint, under the same or another strategy and world size."""
+def resume(
+    run_dir: str | Path,
+    *overrides: str,
+    nproc: int | None = None,
+    trust_remote_code: bool = False,
+    allow_sinks: bool = False,
+) -> Run:
+    """Resume a run from its newest checkpoint, under the same or another strategy and world size.
+
+    `trust_remote_code` and `allow_sinks` let code run that the recipe of the run directory names: see docs/security.md.
+    """
     path, options = Path(run_dir), LaunchOptions(resuming=True)
-    return _run(prepare_resume(path, overrides, nproc, options, print), path, options)
+    consent = Consent(trust_remote_code=trust_remote_code, allow_sinks=allow_sinks)
+    return _run(prepare_resume(path, overrides, nproc, options, print, consent), path, options)
 
 
 def parity(

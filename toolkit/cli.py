@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from toolkit.errors import ToolkitError, first_line
+from toolkit.launching import stop_signals
 from toolkit.resources import user_cache
 
 COMMANDS: dict[str, str] = {
@@ -42,6 +43,8 @@ COMMANDS: dict[str, str] = {
     "strategies": "list the strategies, or the known devices",
     "keys": "list every recipe key with its type, default and meaning",
 }
+STOPPABLE = ("train", "resume")
+"""Commands that a stop signal ends with the exit code of a saved run."""
 ALIASES = {"mailbox": "rendezvous"}
 """Old name → command."""
 DEBUG = "TOOLKIT_DEBUG"
@@ -70,9 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # an ASCII terminal shows `?` instead of `×`
     try:
         args = _parse(given)
-        code = int(_module(args.command).run(args))
-        sys.stdout.flush()
-        return code
+        if args.command not in STOPPABLE:
+            return _run(args)
+        with stop_signals.ending_the_command():
+            code = _run(args)
+            if argv is None:
+                stop_signals.ignore()
+            return code
     except BrokenPipeError:  # the reader has closed the pipe: `toolkit plan ... | head`
         _discard_output()
         return 0
@@ -81,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         return _failed(error, given)
+
+
+def _run(args: argparse.Namespace) -> int:
+    code = int(_module(args.command).run(args))
+    sys.stdout.flush()
+    return code
 
 
 def _failed(error: Exception, given: Sequence[str]) -> int:

@@ -6,8 +6,9 @@ The command line prints the message, never a traceback, and exits with `exit_cod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class ToolkitError(Exception):
@@ -44,9 +45,19 @@ class BadInput(ToolkitError, ValueError):
         self.problems = (Problem(source, problems),) if isinstance(problems, str) else tuple(problems)
         super().__init__(self._message(single=isinstance(problems, str)))
 
-    def __reduce__(self) -> tuple[type[BadInput], tuple[str, Sequence[Problem] | str]]:
-        """Support pickling, so that one rank can send the error to the others."""
-        return type(self), (self.source, self._given)
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON, so that one rank can send the error to the others."""
+        given = self._given
+        return {
+            "source": self.source,
+            "problems": given if isinstance(given, str) else [[p.where, p.what] for p in given],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> BadInput:
+        """Return the error that `to_json` has described."""
+        problems = fields["problems"]
+        return cls(fields["source"], problems if isinstance(problems, str) else [Problem(*each) for each in problems])
 
     def _message(self, *, single: bool) -> str:
         if single:
@@ -66,6 +77,8 @@ class RankFailed(ToolkitError):
     """A worker process ended with an error."""
 
     exit_code = 4
+    stopped = False
+    """Whether the run had been asked to stop: then it is not restarted."""
 
 
 class OutOfMemory(RankFailed):

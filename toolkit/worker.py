@@ -13,24 +13,31 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from toolkit.launching.stop_signals import StopRequest, ignore
+
+if __name__ == "__main__":
+    EARLY = StopRequest()
+    EARLY.listen()  # before the other imports: a stop request during start-up must not count as a failure
+
 from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings
-from toolkit.launching.stop_signals import StopRequest
+from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings, use_loopback
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
-from toolkit.run_dir import layout
+from toolkit.run_dir import layout, lock
 from toolkit.run_dir.async_islands import Membership, goes_async
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.preflight import check
 from toolkit.sessions.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
+    from toolkit.runtime.distributed.process_group import World
     from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
 
 
@@ -64,6 +71,8 @@ class Rank:
     terminal: Terminal = field(default_factory=Terminal)
     stop: StopRequest = field(default_factory=StopRequest)
     pulse: HeartbeatThread | None = None
+    held: ExitStack = field(default_factory=ExitStack)
+    """The lock of the run directory, if no supervisor holds it."""
 
     def settle(self, run: RunDir) -> HeartbeatThread:
         """From here on: output to the log, a heartbeat in the run directory."""
@@ -74,20 +83,25 @@ class Rank:
         self.pulse.start()
         return self.pulse
 
+    def warn(self, text: str) -> None:
+        """Tell the person at the terminal, wherever output goes."""
+        print(text, file=self.terminal.err, flush=True)
+
     def end(self, code: int, error: str) -> int:
         """Tell the log and the supervisor how it ended."""
         if self.pulse is not None:
             print(error, file=sys.stderr, flush=True)
             self.pulse.end(code, error)
+        self.held.close()
         return code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run as one rank; the exit code is the contract's."""
+def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
+    """Run as one rank; the exit code is the contract's. `stop` is listening already, if given."""
     args = _parser().parse_intermixed_args(argv)  # overrides may stand behind --run-dir, too
     adopt_slurm()
     parent = os.environ.get(PARENT)
-    rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None)
+    rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None, stop=stop or StopRequest())
     rank.stop.listen()
     try:
         _run(args, rank)
@@ -131,19 +145,21 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         )
     from toolkit.runtime.assemble import RankContext
     from toolkit.runtime.distributed import process_group
+    from toolkit.runtime.distributed.rendezvous import Meeting
     from toolkit.runtime.run import run_rank
 
     world = process_group.World.from_env(os.environ)
-    _choose_interface()
+    _choose_interface(world)
+    meeting = Meeting.from_env(os.environ)
     if resolved is None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
         _choose_algorithm(layout.read(run).recipe)
-        process_group.join(world)
+        process_group.join(world, meeting, rank.warn)
     else:
         _choose_algorithm(resolved.recipe)
-        process_group.join(world)
-        run = _prepare(resolved, args.run_dir, world.rank)
+        process_group.join(world, meeting, rank.warn)
+        run = _prepare(resolved, args.run_dir, rank)
         pulse = rank.settle(run)
     run_rank(
         layout.read(run), run, world, RankContext(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
@@ -159,10 +175,13 @@ def _resolve(recipe: Recipe) -> Resolved:
     return resolve(recipe, nproc=world)
 
 
-def _choose_interface() -> None:
-    """gloo would listen where the host's own name leads to, often loopback: take the way to the first host."""
+def _choose_interface(world: World) -> None:
+    """Loopback on one host; on several, where gloo would take the host's own name, the way to the first host."""
     from toolkit.runtime.machine.network import interface_towards
 
+    if world.size <= world.local_size:
+        use_loopback()
+        return
     name = interface_towards(os.environ["MASTER_ADDR"])
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -173,23 +192,20 @@ def _choose_algorithm(recipe: Recipe) -> None:
     os.environ.update(nccl_settings(recipe.train.reduce.algorithm, os.environ))
 
 
-def _prepare(resolved: Resolved, wanted: Path | None, rank: int) -> RunDir:
+def _prepare(resolved: Resolved, wanted: Path | None, rank: Rank) -> RunDir:
     """Rank 0 makes the run directory; all ranks use it, or fail alike."""
-    from toolkit.runtime.distributed import process_group
+    from toolkit.runtime.distributed.rank_zero_first import answer_of_rank_zero
 
-    outcome: Path | BadInput | None = None
-    if rank == 0:
-        try:
-            outcome = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
-            resolved.write(outcome)
-        except BadInput as error:
-            outcome = error
-    outcome = process_group.broadcast_object(outcome)
-    if isinstance(outcome, BadInput):
-        raise outcome
-    assert outcome is not None
-    return RunDir(outcome)
+    def make() -> str:
+        path = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
+        rank.held.enter_context(lock.hold(path, rank.warn))
+        resolved.write(path)
+        return str(path)
+
+    return RunDir(Path(answer_of_rank_zero(make, rank.number)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    CODE = main(stop=EARLY)
+    ignore()  # Python would restore the default, and the exit code would be lost
+    sys.exit(CODE)

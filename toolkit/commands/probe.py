@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput("--nproc", "the launcher has already started the processes of this job; remove it")
     for line in describe():
         console.print(line, highlight=False)
+    if job is None:
+        environment.use_loopback()
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         found: Measured = (
             measure(args.nproc or device_count() or 2, show, args.seconds)
             if job is None
-            else measure_job(job.rank, job.world, job.per_node, show, args.seconds)
+            else measure_job(job.rank, job.world, job.per_node, environment.environment(), show, args.seconds)
         )
     if job is not None and job.rank > 0:
         return 0

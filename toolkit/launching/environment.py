@@ -82,6 +82,18 @@ def job_place() -> JobPlace | None:
     return JobPlace(int(found["RANK"]), world, int(found.get("LOCAL_WORLD_SIZE", world)))
 
 
+def use_loopback() -> None:
+    """Keep gloo and NCCL of a run on one host off the network; values that the user has set are kept.
+
+    gloo (torch 2.13) otherwise listens at the address that the host's own name leads to, even if the ranks meet at
+    127.0.0.1. NCCL takes the name exactly after `=`.
+    """
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for name in names[:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
 def own_address() -> str:
     """Return the address under which ssh reached this host; empty for a loopback address or without ssh."""
     words = os.environ.get("SSH_CONNECTION", "").split()

@@ -13,6 +13,9 @@ from toolkit.launching.hostfile import Host
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun", "ray")
 WORKER = "toolkit.worker"
+PYTHON = (sys.executable, "-P", "-m")
+"""Start of every Python process of ours. Without -P, `-m` puts the current directory first on the path: a file there
+that is named like a library, such as datasets.py, would be imported instead of the library."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,9 @@ def commands(launcher: str, run_dir: Path, nproc: int, backend: str, node: Node 
     if launcher == "local":
         return _local(worker, node, env)
     argv = {"deepspeed": _deepspeed, "torchrun": _torchrun, "accelerate": _accelerate}[launcher](run_dir, node)
-    return [Command(argv=(sys.executable, "-m", *argv, "--module", WORKER, *worker), env=env)]
+    if launcher in ("torchrun", "accelerate") and node.count == 1:
+        env |= _closed_agent(node)
+    return [Command(argv=(*PYTHON, *argv, "--module", WORKER, *worker), env=env)]
 
 
 def _deepspeed(run_dir: Path, node: Node) -> tuple[str, ...]:
@@ -78,19 +83,32 @@ def deepspeed_fleet(run_dir: Path, hosts: Sequence[Host], node: Node, backend: s
         *("--module", WORKER, "--run-dir", str(run_dir)),
     )
     env = {**_common_env(backend), "DS_ENV_FILE": str(run_dir / "deepspeed_env")}
-    return Command(argv=(sys.executable, "-m", *argv), env=env)
+    return Command(argv=(*PYTHON, *argv), env=env)
 
 
 def _torchrun(run_dir: Path, node: Node) -> tuple[str, ...]:
-    rendezvous: tuple[str, ...] = ("--standalone",)
+    rendezvous: tuple[str, ...] = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-id", "run")
     if node.count > 1:
         rendezvous = ("--nnodes", str(node.count), "--node-rank", str(node.index))
         rendezvous += ("--master-addr", node.address, "--master-port", str(node.port))
     return ("torch.distributed.run", *rendezvous, "--nproc-per-node", str(node.processes))
 
 
+def _closed_agent(node: Node) -> dict[str, str]:
+    """Variables that keep torchrun's agent, which accelerate uses too, from listening on the network.
+
+    torch's agent (2.13) listens on every address of the host, with and without --standalone, and with the backend c10d
+    it unpickles what arrives. With `store_type=file` it uses a temporary file that only this user can read instead;
+    with these, rank 0 serves the workers' store, at this address only. Can go when `ss -ltn` shows no `*:PORT` of
+    `torchrun --standalone`.
+    """
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PET_LOCAL_ADDR": node.address}
+
+
 def _accelerate(run_dir: Path, node: Node) -> tuple[str, ...]:
-    rendezvous = ("--main_process_ip", node.address, "--machine_rank", str(node.index)) if node.count > 1 else ()
+    rendezvous: tuple[str, ...] = ("--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file")
+    if node.count > 1:
+        rendezvous = ("--main_process_ip", node.address, "--machine_rank", str(node.index))
     options = ("--config_file", str(run_dir / "accelerate.yaml"), "--main_process_port", str(node.port))
     return ("accelerate.commands.launch", *options, *rendezvous)
 
@@ -122,7 +140,7 @@ def _local(worker: tuple[str, ...], node: Node, env: Mapping[str, str]) -> list[
     first = node.index * node.processes
     return [
         Command(
-            argv=(sys.executable, "-m", WORKER, *worker),
+            argv=(*PYTHON, WORKER, *worker),
             env={**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)},
             rank=first + local,
         )
@@ -130,10 +148,17 @@ def _local(worker: tuple[str, ...], node: Node, env: Mapping[str, str]) -> list[
     ]
 
 
-def _common_env(backend: str) -> dict[str, str]:
-    env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+def import_path() -> dict[str, str]:
+    """Variables with which a Python process finds this toolkit and what PYTHONPATH names, and nothing that happens to
+    lie in the current directory. They reach the processes that a launcher starts, too.
+    """
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     package_root = str(Path(__file__).resolve().parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": os.pathsep.join([package_root, *filter(None, given)]), "PYTHONSAFEPATH": "1"}
+
+
+def _common_env(backend: str) -> dict[str, str]:
+    env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **import_path()}
     if backend == "cpu":
         env["DS_ACCELERATOR"] = "cpu"  # otherwise DeepSpeed picks an accelerator if the host has one
     return env

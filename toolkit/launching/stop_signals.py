@@ -1,4 +1,7 @@
-"""Stop requests: SIGTERM and SIGUSR1 (from Slurm, Kubernetes or a person) set a flag, read between steps."""
+"""Stop requests: SIGTERM, SIGUSR1 and SIGHUP (from Slurm, Kubernetes, a closed terminal or a person).
+
+A worker sets a flag that is read between steps; a supervisor passes the request on; before training, a command ends.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from toolkit.errors import Preempted
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
@@ -19,19 +24,23 @@ class StopRequest:
 
     def listen(self) -> None:
         """Record the signals from now on instead of letting them end the process."""
-        for number in SIGNALS:
+        for number in _heeded():
             signal.signal(number, self._record)
 
+    def record(self, number: signal.Signals) -> None:
+        """Record a request to stop."""
+        self.signal = number
+
     def _record(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+        self.record(signal.Signals(number))
 
 
 @contextmanager
 def forwarded(forward: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Forward stop signals to the workers inside the context, so that the supervisor outlives their last checkpoint."""
+    """Call `forward` with stop signals inside the context, so that the supervisor outlives the last checkpoint."""
     before: dict[signal.Signals, Any] = {}
     try:
-        for each in SIGNALS:
+        for each in _heeded():
             before[each] = signal.signal(each, lambda number, frame: forward(signal.Signals(number)))
     except ValueError:  # not the main thread, as in a notebook: Python delivers no signals there
         pass
@@ -40,3 +49,26 @@ def forwarded(forward: Callable[[signal.Signals], object]) -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def ending_the_command() -> Any:
+    """Context in which a stop signal raises `Preempted`: before the workers start, and between two attempts.
+
+    While workers run, their supervisor decides instead. The exception ends child processes that are being waited for.
+    """
+    return forwarded(_raise)
+
+
+def ignore() -> None:
+    """Ignore stop signals from now on: the process has done its work and is about to end with its exit code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _raise(number: signal.Signals) -> None:
+    raise Preempted(f"asked to stop by {number.name} while no worker was running: there was nothing to save")
+
+
+def _heeded() -> list[signal.Signals]:
+    """The stop signals, without SIGHUP if it is ignored: `nohup` means that a closed terminal ends nothing."""
+    return [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]

@@ -49,7 +49,7 @@ class Metrics:
     tensorboard: bool = False
     """Whether TensorBoard files are written to the run directory."""
     sinks: tuple[str, ...] = ()
-    """Your own sinks: `module:Class`, or entry points of `toolkit.sinks`; see docs/metrics.md."""
+    """Your own sinks, which are code: `module:Class` in PYTHONPATH, or entry points of `toolkit.sinks`."""
     noise_scale: bool = False
     """Measure the gradient noise scale, which shows when a batch is too large; `data_parallel` and `zero` only."""
     sample_ids: bool = False

@@ -75,3 +75,8 @@ def moved(before: dict[int, Beat], after: dict[int, Beat]) -> bool:
 def ended(beat: Beat, code: int, error: str, now: float) -> Beat:
     """The final heartbeat of a rank."""
     return replace(beat, phase="ended", exit_code=code, error=error, time=now, progress=beat.progress + 1)
+
+
+def has_stepped(beats: dict[int, Beat]) -> bool:
+    """Whether any rank has completed a step since it was started: before that there is nothing to save."""
+    return any(beat.step or beat.phase in ("training", "saving") for beat in beats.values())

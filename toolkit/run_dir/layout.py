@@ -16,6 +16,10 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe, load_recipe
 from toolkit.recipe.sections import Recipe
 
+TAIL_LINES = 15
+LOCK = "lock.json"
+"""Says which process runs in the directory."""
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -120,7 +124,7 @@ def new_run_path(output: str, name: str) -> Path:
 
 def create(path: Path) -> RunDir:
     """Create the directory; raises `BadInput` if it exists and is not empty."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(not each.name.startswith(LOCK) for each in path.iterdir())):
         raise BadInput(
             "--run-dir",
             f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",
@@ -258,3 +262,27 @@ def _checkpoints(given: Path) -> list[Path]:
         if found:
             return [store.path_of(root, step) for step in found]
     raise BadInput(str(given), f"contains no checkpoint (no {MANIFEST}, no step-… directories)")
+
+
+def log_size(log: Path) -> int:
+    """Size of a log in bytes."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def log_since(log: Path, offset: int) -> str:
+    """The text of a log after an offset."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(offset)
+        return file.read().decode("utf-8", "replace")
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log."""
+    if not log.exists():
+        return "  (no log was written)"
+    with log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
+        lines = file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+    return "\n".join(f"  | {line}" for line in lines)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 
 from toolkit.errors import BadInput, Problem
 from toolkit.launching.environment import has_wandb_key
+from toolkit.launching.launchers import PYTHON, import_path
 from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.data_checks import source_weights
 from toolkit.recipe.data_files import data_files, image_folders
@@ -34,12 +34,12 @@ def prove(section: Model, axes: Axes, env: Mapping[str, str]) -> Verdict:
     """Check a split in float64 on a tiny model, in a separate CPU process so that no accelerator is touched here."""
     question = json.dumps({"model": asdict(section), "axes": asdict(axes)})
     answer = subprocess.run(
-        [sys.executable, "-m", "toolkit.runtime.proofs"],
+        [*PYTHON, "toolkit.runtime.proofs"],
         input=question,
         capture_output=True,
         text=True,
         check=False,
-        env={**env, "DS_ACCELERATOR": "cpu"},
+        env={**env, **import_path(), "DS_ACCELERATOR": "cpu"},
     )
     try:
         return Verdict(**json.loads(answer.stdout.strip().splitlines()[-1]))

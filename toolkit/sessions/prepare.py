@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from toolkit.checkpoints.format import faults
 from toolkit.checkpoints.store import path_of, steps
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, Problem
 from toolkit.launching import environment
 from toolkit.launching.launch_files import IMAGE, Emission, files, fixed_recipe
 from toolkit.recipe.file import as_mapping, load_recipe
@@ -45,18 +47,30 @@ def prepare_training(
     return proven(resolved, lambda: resolve(recipe, nproc), lambda axes: prove(recipe.model, axes, env), report)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Consent:
+    """Code named by the recipe of a run directory that the user lets run."""
+
+    trust_remote_code: bool = False
+    """Python code that comes with the model (`model.trust_remote_code`)."""
+    allow_sinks: bool = False
+    """Modules in `metrics.sinks`, although other users could have written the recipe."""
+
+
 def prepare_resume(
     run_dir: Path,
     overrides: Sequence[str],
     nproc: int | None,
     options: LaunchOptions,
     report: Callable[[str], object],
+    consent: Consent,
 ) -> Resolved:
     """Plan the recipe of a run directory again, with overrides, for the processes that are available now."""
     run = RunDir(run_dir)
     if not run.recipe.is_file():
         raise BadInput(str(run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
     recipe = load_recipe(run.recipe, ["checkpoint.resume=auto", *overrides])
+    _check_consent(run, recipe, overrides, consent, report)
     for line in edited_keys(run, overrides):
         report(line)
     recipe = check(recipe, environment.environment(), report)
@@ -72,6 +86,37 @@ def prepare_resume(
         )
         raise BadInput("checkpoint.resume", what)
     return resolve(recipe, nproc)
+
+
+def _check_consent(
+    run: RunDir, recipe: Recipe, overrides: Sequence[str], consent: Consent, report: Callable[[str], object]
+) -> None:
+    """Raise `BadInput` if the recipe of a run directory would run code that the user has not asked for."""
+    problems = []
+    typed = [override.partition("=")[0].strip() for override in overrides]
+    if recipe.model.trust_remote_code and not consent.trust_remote_code and "model.trust_remote_code" not in typed:
+        what = f"true in {run.recipe}: Python code of the model would run here; if you trust it, add "
+        problems.append(Problem("model.trust_remote_code", f"{what}--trust-remote-code"))
+    sinks = [] if "metrics.sinks" in typed else recipe.metrics.sinks
+    others = _writable_by_others(run)
+    if sinks and others and not consent.allow_sinks:
+        what = f"{', '.join(sinks)} in {run.recipe}: this code would run here, and {others}; if you trust it, add "
+        problems.append(Problem("metrics.sinks", f"{what}--allow-sinks"))
+    if problems:
+        raise BadInput(str(run.path), problems)
+    if sinks:
+        report(f"metrics.sinks of {run.recipe} is code that will run: {', '.join(sinks)}")
+
+
+def _writable_by_others(run: RunDir) -> str:
+    """Say who else may have written the recipe of a run directory; empty if only this user (or root) may have."""
+    for path in (run.path, run.recipe):
+        found = path.stat()
+        if found.st_uid not in (os.getuid(), 0):
+            return f"{path} belongs to another user (uid {found.st_uid})"
+        if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
+            return f"other users can write to {path}"
+    return ""
 
 
 def edited_keys(run: RunDir, overrides: Sequence[str]) -> list[str]:

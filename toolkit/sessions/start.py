@@ -20,11 +20,12 @@ from toolkit.launching import environment, launchers
 from toolkit.launching.hostfile import Host, even_slots
 from toolkit.launching.launchers import Command, Node
 from toolkit.launching.machine_checks import QUICK, CheckContext, examine
-from toolkit.launching.stop_signals import forwarded
+from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.planner.search import Option
 from toolkit.reports.tables import show_findings
+from toolkit.run_dir import lock
 from toolkit.run_dir.async_islands import Membership, furthest, gather, goes_async, write_island
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import LOCK, RunDir
 from toolkit.sessions import ray
 from toolkit.sessions.hosts import LaunchOptions, launch_run
 from toolkit.sessions.resolve import Resolved, resolve
@@ -40,6 +41,13 @@ def start(resolved: Resolved, path: Path, options: LaunchOptions, console: Conso
     Returns the exit code of the command line.
     """
     _examine(path, console)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    island = options.islands.island
+    with lock.hold(path, say, LOCK if island is None else f"{LOCK}.island-{island}"):
+        return _start(resolved, path, options, console)
+
+
+def _start(resolved: Resolved, path: Path, options: LaunchOptions, console: Console) -> int:
     if goes_async(resolved.recipe, resolved.chosen.plan):
         return start_islands(resolved, path, options, console)
     if options.islands.rendezvous is not None:
@@ -51,9 +59,11 @@ def start(resolved: Resolved, path: Path, options: LaunchOptions, console: Conso
         try:
             return launch_run(resolved, path, options, console)
         except OutOfMemory as error:
+            if error.stopped:
+                raise
             resolved = _leaner_or_stop(resolved, RunDir(path), error, console)
         except RankFailed as error:
-            if not left:
+            if not left or error.stopped:
                 raise
             left -= 1
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
@@ -265,16 +275,18 @@ class LaunchedIsland:
     """The last failure, if there was one."""
     thread: threading.Thread = field(default_factory=threading.Thread)
 
-    def keep(self, console: Console, restarts: int, spawn: Callable[[Command], Any]) -> None:
+    def keep(self, console: Console, restarts: int, spawn: Callable[[Command], Any], stop: StopRequest) -> None:
         """Run the island; restart it after a failure, at most `restarts` times."""
         from toolkit.runtime.supervision.supervise import run_all
 
         for left in range(restarts, -1, -1):
             try:
-                self.code = run_all(self.commands, self.run, self.timeout_seconds, spawn)
+                self.code = run_all(self.commands, self.run, self.timeout_seconds, spawn, stop=stop)
                 return
             except RankFailed as error:
                 self.error = error
+                if error.stopped:
+                    return
                 what = f"is restarted; restarts left: {left - 1}" if left else "has left; the other islands continue"
                 console.print(f"island {self.number} {what}\n{error}", highlight=False, markup=False)
 
@@ -283,28 +295,19 @@ def watch_islands(
     islands: Sequence[LaunchedIsland], console: Console, restarts: int, spawn: Callable[[Command], Any]
 ) -> int:
     """Run all islands to their ends and return the exit code of the run; raise if every island failed."""
-    with forwarded(partial(_forward, islands)):
+    stop = StopRequest()
+    with forwarded(stop.record):
         for island in islands:
-            island.thread = threading.Thread(target=island.keep, args=(console, restarts, spawn), daemon=True)
+            island.thread = threading.Thread(target=island.keep, args=(console, restarts, spawn, stop), daemon=True)
             island.thread.start()
-        stopping = False
         while any(island.thread.is_alive() for island in islands):
             for island in islands:
                 island.thread.join(0.1)
             # An exit code above 0 is an end that a restart would not change, such as bad data: stop the others, too.
-            if not stopping and any(island.code for island in islands):
-                stopping = True
-                _forward(islands, signal.SIGTERM)
+            if not stop.signal and any(island.code for island in islands):
+                stop.record(signal.SIGTERM)
     codes = [island.code for island in islands if island.code is not None]
     if not codes:
         errors = [island.error for island in islands if island.error is not None]
         raise errors[0] if errors else RankFailed("no island could be started")
     return next((code for code in codes if code not in (0, Preempted.exit_code)), max(codes))
-
-
-def _forward(islands: Sequence[LaunchedIsland], number: signal.Signals) -> None:
-    """Send a signal to the workers of all islands."""
-    from toolkit.runtime.supervision.supervise import OwnWorkers, send_to_workers
-
-    for island in islands:
-        send_to_workers(OwnWorkers(island.commands, island.run).beats(), number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ def verify_together(path: Path, rank: int, size: int) -> list[Problem]:
     if rank == 0:
         found = fmt.layout_faults(path) + found
         found += [] if found else fmt.content_faults(path)
-    return list(dict.fromkeys(problem for problems in gather_objects(found) for problem in problems))
+    gathered = gather_objects([[problem.where, problem.what] for problem in found])
+    return list(dict.fromkeys(Problem(*problem) for problems in gathered for problem in problems))
 
 
 @dataclass
@@ -131,16 +132,16 @@ def _fill(fragment: Fragment, value: torch.Tensor) -> None:
     fragment.tensor.copy_(value)
 
 
-def _check_same_model(reader: Reader, by_rank: list[dict[str, tuple[int, ...]]]) -> None:
+def _check_same_model(reader: Reader, by_rank: list[dict[str, Sequence[int]]]) -> None:
     """`BadInput` unless names and shapes over all ranks equal those of the checkpoint."""
-    wanted: Mapping[str, tuple[int, ...]] = {name: shape for ranks in by_rank for name, shape in ranks.items()}
+    wanted: Mapping[str, Sequence[int]] = {name: shape for ranks in by_rank for name, shape in ranks.items()}
     problems = list(_differences(reader.index, wanted))
     if problems:
         shown = problems[:5] + ([Problem("...", f"{len(problems) - 5} more")] if len(problems) > 5 else [])
         raise BadInput(f"{reader.path} holds another model than the recipe's", shown)
 
 
-def _differences(index: fmt.Index, wanted: Mapping[str, tuple[int, ...]]) -> Iterator[Problem]:
+def _differences(index: fmt.Index, wanted: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
     for name, parameter in index.items():
         if name not in wanted:
             if parameter.kinds() != {BUFFER}:

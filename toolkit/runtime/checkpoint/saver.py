@@ -245,13 +245,15 @@ class Writer:
         """Write and commit; `CheckpointFailed` on every rank if one of them could not write."""
         need = sum(tensor.nbytes for file in files for tensor in file.tensors.values())
         writing = self._begin(step, sum(gather_objects(need, self.group)) + SPARE_BYTES)
-        outcomes = gather_objects(self._write_files(writing, files), self.group)
-        final = _commit(writing, step, outcomes, documents, self.keep) if self.rank == 0 else None
-        final = broadcast_object(final, self.group)
-        if isinstance(final, Path):
-            return final
+        outcomes = gather_objects(_outcome_to_json(self._write_files(writing, files)), self.group)
+        final: Path | str = ""
+        if self.rank == 0:
+            final = _commit(writing, step, [_outcome_from_json(each) for each in outcomes], documents, self.keep)
+        path, error = self._told(final)
+        if path is not None:
+            return path
         raise CheckpointFailed(
-            f"the checkpoint of step {step} was not written: {final}\nearlier checkpoints are untouched"
+            f"the checkpoint of step {step} was not written: {error}\nearlier checkpoints are untouched"
         )
 
     def _begin(self, step: int, need: int) -> Path:
@@ -261,10 +263,15 @@ class Writer:
                 outcome = store.begin(self.root, step, need)
             except (BadInput, OSError) as error:
                 outcome = str(error)
-        outcome = broadcast_object(outcome, self.group)
-        if isinstance(outcome, Path):
-            return outcome
-        raise CheckpointFailed(f"the checkpoint of step {step} was not written: {outcome}")
+        path, why = self._told(outcome)
+        if path is not None:
+            return path
+        raise CheckpointFailed(f"the checkpoint of step {step} was not written: {why}")
+
+    def _told(self, outcome: Path | str) -> tuple[Path | None, str]:
+        """Rank 0's outcome on every rank: a path, or an error message. Collective."""
+        is_path, text = broadcast_object([isinstance(outcome, Path), str(outcome)], self.group)
+        return (Path(text), "") if is_path else (None, text)
 
     def _write_files(self, writing: Path, files: list[RankFile]) -> Outcome:
         """Several files at a time: hashing one file occupies one core, and fast disks accept several streams."""
@@ -282,6 +289,31 @@ class Writer:
             return {}, [], errors[0]
         entries = {file.name: entry for file, entry in zip(files, results, strict=True) if isinstance(entry, FileEntry)}
         return entries, [piece for file in files for piece in file.pieces], ""
+
+
+def _outcome_to_json(outcome: Outcome) -> list[Any]:
+    entries, pieces, error = outcome
+    return [
+        {name: [entry.bytes, entry.sha256] for name, entry in entries.items()},
+        [[name, shape, e.file, e.key, e.kinds, element_runs.to_json(e.region)] for name, shape, e in pieces],
+        error,
+    ]
+
+
+def _outcome_from_json(given: list[Any]) -> Outcome:
+    entries, pieces, error = given
+    return (
+        {name: FileEntry(*entry) for name, entry in entries.items()},
+        [
+            (
+                name,
+                tuple(shape),
+                FragmentEntry(file=file, key=key, kinds=tuple(kinds), region=element_runs.from_json(runs)),
+            )
+            for name, shape, file, key, kinds, runs in pieces
+        ],
+        error,
+    )
 
 
 def _commit(writing: Path, step: int, outcomes: list[Outcome], documents: Mapping[str, bytes], keep: int) -> Path | str:

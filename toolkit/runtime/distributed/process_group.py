@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
-T = TypeVar("T")
+from toolkit.runtime.distributed.rendezvous import Meeting
+
 TIMEOUT = datetime.timedelta(minutes=30)
+JSON_LIMIT_BYTES = 64 << 20
+"""A longer JSON value from another rank is refused before memory is taken for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +51,11 @@ def current_world() -> World:
     return World(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
-def join(world: World) -> None:
-    """Join the process group, with one thread pool and one device per process."""
+def join(world: World, meeting: Meeting, say: Callable[[str], object] = print) -> None:
+    """Join the process group, with one thread pool and one device per process.
+
+    `say` gets the warning if the rendezvous store has to listen on more addresses than the meeting's.
+    """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # torch splits sums by thread, so results depend on the thread count. torchrun (2.13) sets OMP_NUM_THREADS=1,
@@ -58,7 +65,21 @@ def join(world: World) -> None:
     else:
         accelerator.set_device(world.local_rank)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    deepspeed.init_distributed(
+    # Made here, because DeepSpeed's own store would listen on every address of the host. The group keeps the store.
+    store = meeting.open(world.rank, world.size, TIMEOUT, several_hosts=world.size > world.local_size, say=say)
+    options: dict[str, Any] = {}
+    if accelerator.device_name() == "cuda" and world.size > 1:
+        # As DeepSpeed 0.19.8 does (`TorchBackend.init_process_group`): otherwise NCCL guesses each rank's device.
+        options["device_id"] = accelerator.device(world.local_rank)
+    torch.distributed.init_process_group(
+        accelerator.communication_backend_name(),
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+        **options,
+    )
+    deepspeed.init_distributed(  # uses the group that is there
         dist_backend=accelerator.communication_backend_name(),
         timeout=TIMEOUT,
         verbose=False,
@@ -97,22 +118,56 @@ def all_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     return values
 
 
-def gather_objects(value: T, group: Any = None) -> list[T]:
-    """The values of all ranks, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """The JSON values of all ranks of the group, on every rank: tuples come back as lists, keys as text.
+
+    Values travel as JSON because unpickling what arrives on a socket would run a stranger's code.
+    """
+    if not _is_shared(group):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
+    own = _to_bytes(value, group)
+    size = torch.tensor([own.numel()], device=own.device)
+    sizes = [torch.empty_like(size) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(sizes, size, group=group)
+    lengths = [_checked(int(each)) for each in sizes]
+    rows = [torch.empty(max(lengths), dtype=torch.uint8, device=own.device) for _ in lengths]
+    padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel()))
+    torch.distributed.all_gather(rows, padded, group=group)
+    return [_from_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def broadcast_object(value: T, group: Any = None) -> T:
-    """Rank 0's value, on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def broadcast_object(value: Any, group: Any = None) -> Any:
+    """Rank 0's JSON value, on every rank of the group: tuples come back as lists, keys as text."""
+    if not _is_shared(group):
         return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, src=0, group=group)
-    return box[0]
+    is_source = torch.distributed.get_rank() == 0
+    own = _to_bytes(value if is_source else None, group)
+    size = torch.tensor([own.numel()], device=own.device)
+    torch.distributed.broadcast(size, src=0, group=group)
+    row = own if is_source else torch.empty(_checked(int(size)), dtype=torch.uint8, device=own.device)
+    torch.distributed.broadcast(row, src=0, group=group)
+    return _from_bytes(row)
+
+
+def _is_shared(group: Any) -> bool:
+    return bool(dist.is_initialized()) and torch.distributed.get_world_size(group) > 1
+
+
+def _to_bytes(value: Any, group: Any) -> torch.Tensor:
+    data = bytearray(json.dumps(value).encode())
+    _checked(len(data))
+    place = torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else device()
+    return torch.frombuffer(data, dtype=torch.uint8).to(place)
+
+
+def _from_bytes(row: torch.Tensor) -> Any:
+    return json.loads(row.cpu().numpy().tobytes())
+
+
+def _checked(length: int) -> int:
+    if not 0 < length <= JSON_LIMIT_BYTES:
+        raise ValueError(f"a value of {length} bytes between ranks; 1 to {JSON_LIMIT_BYTES} bytes are allowed")
+    return length
 
 
 def host_group() -> Any:

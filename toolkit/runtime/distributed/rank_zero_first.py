@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -45,16 +45,7 @@ class AllRanks:
         self._group = torch.distributed.new_group(backend="gloo", timeout=TIMEOUT) if several else None
 
     def from_rank_zero(self, find: Callable[[], str]) -> str:
-        found: str | BadInput = ""
-        if self._world.rank == 0:
-            try:
-                found = find()
-            except BadInput as error:
-                found = error
-        found = broadcast_object(found, self._group)
-        if isinstance(found, BadInput):
-            raise found
-        return found
+        return answer_of_rank_zero(find, self._world.rank, self._group)
 
     def once(self, present: Callable[[], bool], make: Callable[[], None]) -> None:
         """Call `make` on rank 0; then on the first rank of every host that does not see rank 0's result."""
@@ -65,12 +56,26 @@ class AllRanks:
             errors = gather_objects(_error_of(make) if chosen and missing else None, self._group)
             for error in errors:
                 if error is not None:
-                    raise error
+                    raise BadInput.from_json(error)
 
 
-def _error_of(make: Callable[[], None]) -> BadInput | None:
+def answer_of_rank_zero(find: Callable[[], str], rank: int, group: Any = None) -> str:
+    """Call `find` on rank 0; every rank gets its answer, or the same `BadInput`. Collective."""
+    answer: dict[str, Any] = {}
+    if rank == 0:
+        try:
+            answer = {"found": find()}
+        except BadInput as error:
+            answer = {"error": error.to_json()}
+    answer = broadcast_object(answer, group)
+    if "error" in answer:
+        raise BadInput.from_json(answer["error"])
+    return str(answer["found"])
+
+
+def _error_of(make: Callable[[], None]) -> dict[str, Any] | None:
     try:
         make()
     except BadInput as error:
-        return error
+        return error.to_json()
     return None

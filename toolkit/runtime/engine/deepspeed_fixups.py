@@ -31,6 +31,19 @@ def undo_first_step(optimizer: Any) -> None:
             master.data.copy_(weight.data)
 
 
+def skip_batch_check(engine: Any) -> None:
+    """Remove AutoTP's check of the first batch, which unpickles what other ranks send.
+
+    DeepSpeed 0.19.8 broadcasts the batch as pickled objects in a forward pre-hook, `first_dataloader_check`, to compare
+    it within the tensor group; here the ranks of a group get the same samples by construction. This can go when
+    `DeepSpeedEngine` no longer calls `broadcast_object_list`.
+    """
+    check = getattr(engine, "first_dataloader_check", None)
+    if check is not None:
+        check.remove()
+        engine.first_dataloader_check = None
+
+
 def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
     """Give an optimizer of ours its exchange or its layers, and let it take steps from now on."""
     if isinstance(state.base, OneBitAdam):

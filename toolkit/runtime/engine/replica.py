@@ -14,7 +14,7 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import gradient_reduction
-from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
+from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter, NonFiniteGradients
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
@@ -75,6 +75,7 @@ class ReplicaEngine:
             mpu=parts.unit,
         )
         undo_first_step(self._engine.optimizer)
+        skip_batch_check(self._engine)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
         self._norm = GradientNormMeter(self._engine, mesh)

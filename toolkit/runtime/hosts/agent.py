@@ -23,12 +23,13 @@ from toolkit.clusters.reader import num_accelerators
 from toolkit.errors import RankFailed, ToolkitError
 from toolkit.launching import environment
 from toolkit.launching.launchers import Command
+from toolkit.launching.stop_signals import StopRequest
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.supervise import run_all
 
 ROOT = str(Path(__file__).resolve().parents[3])
 """Directory of this toolkit; it must be the same on every host."""
-AGENT = ("-m", "toolkit.runtime.hosts.agent")
+AGENT = ("-P", "-m", "toolkit.runtime.hosts.agent")
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 """Without a message for this long, the other side counts as lost."""
@@ -40,6 +41,8 @@ def main() -> int:
     """Greet, receive the order, run the host's workers; ends when the controller does."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray (2.40 and later) starts processes with SIGINT blocked
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop = StopRequest()
+    stop.listen()  # before the workers are there, too: an agent that a signal ends would count as a lost host
     controller = Controller()
     controller.send(hello=greeting())
     try:
@@ -50,7 +53,7 @@ def main() -> int:
         if reason:
             controller.send(refused=reason)
             return 0
-        controller.send(end=_run(order))
+        controller.send(end=_run(order, stop))
     except KeyboardInterrupt:  # the controller is gone; `run_all` has ended the workers
         return RankFailed.exit_code
     finally:
@@ -85,12 +88,13 @@ def _refusal(order: Mapping[str, Any]) -> str:
     return f"does not see the run directory {run.path}; `output` must be on a filesystem that all hosts share"
 
 
-def _run(order: Mapping[str, Any]) -> dict[str, Any]:
+def _run(order: Mapping[str, Any], stop: StopRequest) -> dict[str, Any]:
     """Run the workers and return how they ended."""
     os.chdir(order["directory"])
     own = [Command(argv=tuple(c["argv"]), env={**order["env"], **c["env"]}, rank=c["rank"]) for c in order["commands"]]
     try:
-        code = run_all(own, RunDir(Path(order["run_dir"])), order["hang_timeout_seconds"], forget=False)
+        run = RunDir(Path(order["run_dir"]))
+        code = run_all(own, run, order["hang_timeout_seconds"], forget=False, stop=stop)
     except ToolkitError as error:
         return {"code": error.exit_code, "text": str(error), "kind": type(error).__name__}
     return {"code": code, "text": "", "kind": ""}

@@ -36,6 +36,7 @@ class Fleet:
         self._links = links
         self._source = source
         """The command-line option that named the hosts."""
+        self._stopped = False
 
     def __enter__(self) -> Fleet:
         try:
@@ -85,7 +86,11 @@ class Fleet:
                 env = {**exports, **link.env}
                 commands = [asdict(c) for c in launchers.commands(launcher, path, node.processes, backend, node)]
                 link.send(order={**shared, "env": env, "commands": commands})
-            return self._watch(run)
+            try:
+                return self._watch(run)
+            except RankFailed as error:
+                error.stopped = self._stopped
+                raise
 
     def close(self) -> None:
         """Close all connections; agents then end their workers and themselves."""
@@ -153,6 +158,7 @@ class Fleet:
 
     def _forward(self, number: signal.Signals) -> None:
         """Forward a signal to every host, so that its workers save."""
+        self._stopped = True
         for link in self._links:
             link.send(signal=int(number))
 

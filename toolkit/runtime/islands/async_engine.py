@@ -287,13 +287,13 @@ class AsyncIslandEngine:
 
     def _agree(self, ask: Callable[[], Any]) -> Any:
         """The first rank's answer, on every rank; an error there is raised on all. Collective over the island."""
-        answer: Any = None
+        answer: dict[str, Any] = {}
         if self._is_first_rank:
             try:
-                answer = ask()
+                answer = {"found": ask()}
             except Exception as error:
-                answer = RankFailed(str(error)) if not isinstance(error, RankFailed) else error
+                answer = {"error": str(error)}
         answer = broadcast_object(answer, self._group)
-        if isinstance(answer, RankFailed):
-            raise answer
-        return answer
+        if "error" in answer:
+            raise RankFailed(answer["error"])
+        return answer["found"]

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from toolkit.errors import RankFailed
 from toolkit.run_dir.async_islands import Membership
+from toolkit.runtime.distributed import rendezvous
 
 PIECE_BYTES = 4 << 20
 """Larger values are split. torch 2.13's TCPStore closes the connection on values above 8 MiB; it can go when a `set` of
@@ -52,8 +53,8 @@ class Snapshot:
 
 
 def serve(host: str, port: int) -> TCPStore:
-    """Serve a store from this process for as long as the object lives; port 0 picks a free one."""
-    return TCPStore(host, port, None, True, wait_for_workers=False, timeout=TIMEOUT)
+    """Serve a store at this address alone, for as long as the object lives; port 0 picks a free one."""
+    return rendezvous.serve(host, port, TIMEOUT)
 
 
 class UpdateStore:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import socket
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.runtime.distributed.rendezvous import Meeting
 from toolkit.units import GIB, KIB, MIB
 
 SIZES = (4 * KIB, 64 * KIB, MIB, 8 * MIB, 32 * MIB)
@@ -116,14 +118,21 @@ def measure(processes: int, progress: Callable[[str, int, int], None], seconds_e
 
 
 def measure_job(
-    rank: int, world: int, per_node: int, progress: Callable[[str, int, int], None], seconds_each: float = SECONDS_EACH
+    rank: int,
+    world: int,
+    per_node: int,
+    env: Mapping[str, str],
+    progress: Callable[[str, int, int], None],
+    seconds_each: float = SECONDS_EACH,
 ) -> Measured:
     """Measure as one rank of a job that a launcher has started, inside nodes and between them."""
     warnings.simplefilter("ignore", FutureWarning)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank % per_node)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+    meeting = Meeting.from_env(env)
+    store = meeting.open(rank, world, TIMEOUT, several_hosts=world > per_node, say=_warn)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         inside = _own_ring(rank, [range(first, first + per_node) for first in range(0, world, per_node)])
         across = _own_ring(rank, [range(place, world, per_node) for place in range(per_node)])
@@ -141,6 +150,10 @@ def _own_ring(rank: int, rings: Sequence[range]) -> Ring:
 
 def _silent(what: str, done: int, steps: int) -> None:
     """Discards progress: all ranks progress equally, and rank 0 reports."""
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # standard output is the cluster file
 
 
 def _listen(reports: Any, workers: list[Any], progress: Callable[[str, int, int], None]) -> Measured:
@@ -165,10 +178,8 @@ def _worker(rank: int, world: int, port: int, reports: Any, seconds_each: float)
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         torch.set_num_threads(max(1, (multiprocessing.cpu_count()) // world))
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=address, rank=rank, world_size=world, timeout=TIMEOUT
-    )
+    store = Meeting(host="127.0.0.1", port=port).open(rank, world, TIMEOUT, several_hosts=False, say=_warn)
+    dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         clock = Stopwatch(torch.device("cuda" if cuda else "cpu"), seconds_each)
         progress = (lambda *what: reports.put(("progress", what))) if rank == 0 else _silent

@@ -78,6 +78,7 @@ def sink_info(order: RunSpec, run: RunDir, world: World, done: int) -> dict[str,
 
 
 GROUP = "toolkit.sinks"
+PATH_RULE = "the current directory is not searched"
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _METHODS = ("start", "log", "finish")
 
@@ -98,7 +99,9 @@ def _by_path(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise BadInput("metrics.sinks", f"{name}: {error}; is the module's folder in PYTHONPATH?") from None
+        raise BadInput(
+            "metrics.sinks", f"{name}: {error}; add the module's folder to PYTHONPATH: {PATH_RULE}"
+        ) from None
     except AttributeError:
         raise BadInput("metrics.sinks", f"{name}: {module} has no {attribute}") from None
 

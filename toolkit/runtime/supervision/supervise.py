@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,10 +21,10 @@ from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Pre
 from toolkit.launching.environment import PARENT, environment
 from toolkit.launching.launchers import Command
 from toolkit.launching.machine_checks import cgroup_limit_bytes
-from toolkit.launching.stop_signals import forwarded
+from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import Beat
-from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.layout import RunDir, log_since, log_size, tail
 from toolkit.units import GIB
 
 GRACE_SECONDS = 1.5
@@ -67,55 +68,96 @@ def run_all(
     start: Callable[[Command], Process] = spawn,
     *,
     forget: bool = True,
+    stop: StopRequest | None = None,
 ) -> int:
     """Start every command and wait; return 0 or a documented exit code. No started process survives this call.
 
-    `forget` removes earlier heartbeats; hosts that run one job together must keep each other's.
+    `forget` removes earlier heartbeats; hosts that run one job together must keep each other's. `stop` is for callers
+    that listen for stop signals themselves. A run that is asked to stop ends with 75, at any moment of its life.
     """
     if forget:
         shutil.rmtree(run.heartbeats, ignore_errors=True)
-    kills, own = oom_kills(), OwnWorkers(commands, run)
-    processes: list[Process] = []
-    try:
-        processes.extend(start(command) for command in commands)
-        with forwarded(partial(_forward, processes, own)):
-            failed = _wait(processes, run, hang_timeout_seconds)
-        if not failed:
-            return 0
-        _await(processes, GRACE_SECONDS)  # an error often hits all ranks: let each report it
-        codes = {c.rank: p.poll() for c, p in zip(commands, processes, strict=True) if c.rank is not None}
-        return report(codes, heartbeat.read_all(run.heartbeats), run, kills)
-    finally:
-        end_all(processes, own)
+    kills, own, stop = oom_kills(), OwnWorkers(run), stop or StopRequest()
+    with forwarded(stop.record):  # from before the first fork until no process is left
+        try:
+            for command in commands:
+                own.processes.append(start(command))
+            if not _wait(own, run, hang_timeout_seconds, stop):
+                return 0
+            _await(own.processes, GRACE_SECONDS)  # an error often hits all ranks: let each report it
+            codes = {c.rank: p.poll() for c, p in zip(commands, own.processes, strict=True) if c.rank is not None}
+            beats = heartbeat.read_all(run.heartbeats)
+            code = _code_when_stopped(beats) if stop.signal else None
+            return report(codes, beats, run, kills) if code is None else code
+        except RankFailed as error:
+            error.stopped = stop.signal is not None
+            raise
+        finally:
+            end_all(own)
 
 
 class OwnWorkers:
-    """The ranks that `commands` have started; the host may run other ranks of the same run."""
+    """The processes of a run that this supervisor has started, and the workers that those have started.
 
-    def __init__(self, commands: Sequence[Command], run: RunDir) -> None:
-        self._ranks = {command.rank for command in commands}
+    Heartbeat files only say which processes to look at: anyone who can write to the run directory can plant one, so a
+    process is signalled only if it descends from one of ours, and only while its start time is the same.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        self.processes: list[Process] = []
         self._run = run
+        self._started: dict[int, float] = {}
+        """Start times of workers, by process id."""
 
-    def beats(self) -> list[Beat]:
-        """Last heartbeats of ranks that have not ended on their own."""
-        beats = [beat for beat in heartbeat.read_all(self._run.heartbeats).values() if beat.exit_code is None]
-        return [beat for beat in beats if is_here(beat) and (None in self._ranks or beat.rank in self._ranks)]
+    def pids(self) -> list[int]:
+        """Workers that have not ended, by their heartbeats."""
+        beats = heartbeat.read_all(self._run.heartbeats).values()
+        return [beat.pid for beat in beats if beat.exit_code is None and is_here(beat) and self.owns(beat.pid)]
+
+    def owns(self, pid: int) -> bool:
+        """Whether a process is ours. Asked while it runs, the answer stays right after its launcher has gone."""
+        try:
+            process = psutil.Process(pid)
+            if pid not in self._started:
+                ours = {each.pid for each in self.processes if each.poll() is None}
+                if not ours & {pid, *(parent.pid for parent in process.parents())}:
+                    return False
+                self._started[pid] = process.create_time()
+            return bool(self._started[pid] == process.create_time())
+        except (psutil.Error, ValueError, TypeError, OverflowError):  # gone, or no process id at all
+            return False
 
 
-def _wait(processes: Sequence[Process], run: RunDir, timeout: float) -> bool:
-    """Wait until all have succeeded (False) or one has failed (True); a hang raises `RankFailed`."""
-    watch, looked = Watch(timeout), 0.0
+def _code_when_stopped(beats: dict[int, Beat]) -> int | None:
+    """The exit code of a run that was asked to stop; None if a rank failed for another reason."""
+    codes = {beat.exit_code for beat in beats.values()}
+    if codes and codes <= {0, Preempted.exit_code}:
+        return max(code or 0 for code in codes)
+    reported = {error.exit_code for error in REPORTED}
+    return None if heartbeat.has_stepped(beats) or codes & reported else Preempted.exit_code
+
+
+def _wait(own: OwnWorkers, run: RunDir, timeout: float, stop: StopRequest) -> bool:
+    """Wait until all have succeeded (False), or one has failed or the run is to end (True); a hang raises."""
+    watch, looked, told = Watch(timeout), 0.0, False
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [process.poll() for process in own.processes]
         if any(codes):
             return True
         if all(code == 0 for code in codes):
             return False
         if time.monotonic() - looked > heartbeat.BEAT_SECONDS / 2:
             looked = time.monotonic()
-            seconds = watch.look(heartbeat.read_all(run.heartbeats), looked)
-            if seconds:
-                raise RankFailed(_hang(watch.beats, run, seconds))
+            beats = heartbeat.read_all(run.heartbeats)
+            own.pids()  # remembers workers while their launcher lives
+            if seconds := watch.look(beats, looked):
+                raise RankFailed(_hang(own, beats, run, seconds))
+            if stop.signal and not told:
+                told = True
+                if not heartbeat.has_stepped(beats):
+                    print("asked to stop before the first step: there was nothing to save", file=sys.stderr, flush=True)
+                    return True
+                _forward(own, stop.signal)
         time.sleep(POLL_SECONDS)
 
 
@@ -145,9 +187,9 @@ class Watch:
         return max([seconds for seconds in silent if seconds > self._timeout], default=0.0)
 
 
-def _hang(beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
+def _hang(own: OwnWorkers, beats: dict[int, Beat], run: RunDir, seconds: float) -> str:
     """Dump the stacks of every rank into its log; return a message that names the rank that hangs."""
-    here = {rank: beat for rank, beat in beats.items() if is_here(beat)}
+    here = {rank: beat for rank, beat in beats.items() if is_here(beat) and own.owns(beat.pid)}
     stopped = [rank for rank, beat in here.items() if is_stopped(beat.pid)]
     offsets = {rank: log_size(run.log(rank)) for rank in here}
     for rank, beat in here.items():
@@ -167,32 +209,31 @@ def _stack(run: RunDir, rank: int, offset: int) -> str:
     return main_stack(log_since(run.log(rank), offset))
 
 
-def _forward(processes: Sequence[Process], own: OwnWorkers, number: signal.Signals) -> None:
+def _forward(own: OwnWorkers, number: signal.Signals) -> None:
     """Forward a signal to the workers, so that they save; a launcher would kill them instead."""
-    if not send_to_workers(own.beats(), number):
-        for process in processes:
-            _send(process.pid, number)
-
-
-def send_to_workers(beats: Iterable[Beat], number: signal.Signals) -> bool:
-    """Send a signal to the workers of these heartbeats; return whether there are any."""
-    pids = {beat.pid for beat in beats}
-    for pid in pids:
+    for pid in own.pids() or [process.pid for process in own.processes]:
         _send(pid, number)
-    return bool(pids)
 
 
-def end_all(processes: Sequence[Process], own: OwnWorkers) -> None:
+def end_all(own: OwnWorkers) -> None:
     """Kill all workers and their children at once; checkpoints survive a kill at any moment."""
-    beats = own.beats()
-    for process in processes:
+    workers = own.pids()
+    family: list[psutil.Process] = []
+    for process in own.processes:
+        if process.poll() is None:
+            _send(process.pid, signal.SIGSTOP)  # a launcher that starts another worker meanwhile would leave it behind
+            with contextlib.suppress(psutil.Error):
+                family += psutil.Process(process.pid).children(recursive=True)
         _send(-process.pid, signal.SIGKILL)
         if process.poll() is None:
             process.kill()
-    for beat in beats:
-        if is_worker(beat.pid):
-            _send(beat.pid, signal.SIGKILL)  # a launcher may have put it into another session
-    for process in processes:
+    for pid in workers:
+        if own.owns(pid):
+            _send(pid, signal.SIGKILL)  # a launcher may have put it into another session
+    for each in family:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    for process in own.processes:
         process.wait()
 
 
@@ -210,7 +251,6 @@ def _send(pid: int, number: signal.Signals) -> None:
         return
 
 
-TAIL_LINES = 15
 REPORTED: tuple[type[ToolkitError], ...] = (BadInput, NoPlanFits, LossNotFinite, Preempted)
 """Errors that the workers have reported to the user themselves."""
 _NO_MEMORY = re.compile(r"OutOfMemory|out of memory|can't allocate memory|MemoryError")
@@ -311,30 +351,6 @@ def oom_kills() -> int:
     except OSError:
         return 0
     return int(match[1]) if match else 0
-
-
-def log_size(log: Path) -> int:
-    """Size of a log in bytes."""
-    return log.stat().st_size if log.exists() else 0
-
-
-def log_since(log: Path, offset: int) -> str:
-    """The text of a log after an offset."""
-    if not log.exists():
-        return ""
-    with log.open("rb") as file:
-        file.seek(offset)
-        return file.read().decode("utf-8", "replace")
-
-
-def tail(log: Path) -> str:
-    """The last lines of a log."""
-    if not log.exists():
-        return "  (no log was written)"
-    with log.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 20_000))
-        lines = file.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
-    return "\n".join(f"  | {line}" for line in lines)
 
 
 _COLLECTIVES = re.compile(

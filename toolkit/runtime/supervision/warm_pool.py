@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.launching.environment import free_port
+from toolkit.launching.environment import free_port, use_loopback
 from toolkit.launching.launchers import WORKER, Command
 
 POLL_SECONDS = 0.01
@@ -90,6 +90,7 @@ class WarmProcess:
 def warm_context() -> ForkServerContext:
     """Context that forks processes from a server with the slow imports done."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["PYTHONSAFEPATH"] = "1"  # the server would import modules of the current directory first
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.preload"])
     return context
@@ -169,6 +170,7 @@ def _enter(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    use_loopback()
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -176,8 +178,9 @@ def _enter(
         import torch
 
         from toolkit.runtime.distributed import process_group
+        from toolkit.runtime.distributed.rendezvous import Meeting
 
-        process_group.join(process_group.World.from_env(os.environ))
+        process_group.join(process_group.World.from_env(os.environ), Meeting.from_env(os.environ))
         torch.set_num_threads(1)  # models here are tiny: more threads would only wait for each other
         answer = function(*args)
     except Exception as error:

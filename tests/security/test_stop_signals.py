@@ -1,0 +1,67 @@
+"""A stop signal ends a run with 75 at any moment of its life; planted heartbeats get no bystander signalled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.signals import leftovers, start, wait_for_fork, write_recipe
+from toolkit.errors import Preempted, RankFailed
+from toolkit.launching import stop_signals
+from toolkit.launching.launchers import Command
+from toolkit.run_dir import heartbeat
+from toolkit.run_dir.heartbeat import Beat
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision.supervise import run_all
+
+
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 0.0), (signal.SIGHUP, 0.3), (signal.SIGTERM, 2.5)])
+def test_start_up_is_stopped_with_75_and_not_restarted(tmp_path: Path, number: signal.Signals, seconds: float) -> None:
+    run = tmp_path / "run"
+    process = start(write_recipe(tmp_path), run)
+    wait_for_fork(process)
+    time.sleep(seconds)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, text
+    assert "asked to stop" in text
+    assert "restarting" not in text
+    assert leftovers(run) == []
+
+
+def test_a_signal_before_the_workers_start_ends_the_command() -> None:
+    with pytest.raises(Preempted, match="SIGHUP"), stop_signals.ending_the_command():
+        os.kill(os.getpid(), signal.SIGHUP)
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals.ending_the_command():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_planted_heartbeat_gets_no_bystander_signalled(tmp_path: Path, hangs: bool) -> None:
+    run = RunDir(tmp_path)
+    run.heartbeats.mkdir()
+    bystander = subprocess.Popen(["bash", "-c", "exec -a toolkit.worker sleep 60"], start_new_session=True)
+    try:
+        beat = Beat(rank=0, host=socket.gethostname(), pid=bystander.pid, time=time.time(), step=3, phase="training")
+        heartbeat.write(run.heartbeats, beat)
+        own = Command(argv=(sys.executable, "-c", f"import time; time.sleep({60 if hangs else 1}); exit(1)"), rank=0)
+        with pytest.raises(RankFailed):
+            run_all([own], run, 1.0 if hangs else float("inf"), forget=False)
+        assert bystander.poll() is None, "the bystander was killed"
+    finally:
+        bystander.kill()
+        bystander.wait()
