@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,6 +200,9 @@ class Weights(Protocol):
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These full parameters on the host; nothing is kept."""
 
+    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Elements `low` to `high` of each flattened parameter."""
+
 
 class ScratchWeights:
     """New weights. A layer, or a module outside the layers, is initialised as a unit from a seed of its own.
@@ -229,6 +233,11 @@ class ScratchWeights:
         if missed:
             yield from HostWeights(self._whole()).read(missed)
 
+    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, full in self.read(ranges):
+            low, high = ranges[name]
+            yield name, full.flatten()[low:high]
+
     def _initialised(self, unit: str) -> torch.nn.Module:
         module: torch.nn.Module = copy.deepcopy(self._model.get_submodule(unit))
         for part in module.modules():
@@ -256,6 +265,15 @@ class FileWeights:
                 for name in wanted:
                     yield name, file.get_tensor(name).float()
 
+    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        by_file: dict[str, list[str]] = {}
+        for name in ranges:
+            by_file.setdefault(self._files[name], []).append(name)
+        for path, wanted in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for name in wanted:
+                    yield name, _flat_range(file, name, *ranges[name])
+
 
 class HostWeights:
     """Weights of a full model on the host, for checkpoints that transformers converts while loading."""
@@ -266,6 +284,21 @@ class HostWeights:
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             yield name, self._tensors[name].detach()
+
+    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, (low, high) in ranges.items():
+            yield name, self._tensors[name].detach().flatten()[low:high]
+
+
+def _flat_range(file: Any, name: str, low: int, high: int) -> torch.Tensor:
+    """Elements of a flattened tensor in a safetensors file; only the rows around them are read."""
+    rows = file.get_slice(name)
+    shape = rows.get_shape()
+    if not shape or low >= high:
+        return file.get_tensor(name).flatten()[low:high]  # type: ignore[no-any-return]
+    row_elements = math.prod(shape[1:])
+    first, last = low // row_elements, -(-high // row_elements)
+    return rows[first:last].flatten()[low - first * row_elements : high - first * row_elements]  # type: ignore[no-any-return]
 
 
 def checkpoint_files(path: str) -> dict[str, str]:
