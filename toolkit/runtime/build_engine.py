@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import set_seed
 
 from toolkit.plans.pipeline_bounds import even_bounds
@@ -21,8 +22,17 @@ from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.replica import ReplicaEngine, ReplicaParts
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
-from toolkit.runtime.models.build import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
-from toolkit.runtime.models.zero3_start import can_start_sharded, sharded_model
+from toolkit.runtime.models.build import (
+    build_in_place,
+    build_model,
+    can_start_in_place,
+    check_same_weights,
+    fill,
+    open_weights,
+    recompute_layers,
+    skeleton,
+)
+from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
@@ -82,7 +92,12 @@ def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
 
 def _full_model(spec: EngineSpec) -> torch.nn.Module:
     """The complete model on this rank, the same on all."""
-    model: torch.nn.Module = build_model(spec.model, spec.train.seed)
+    model: torch.nn.Module
+    if can_start_in_place(spec.model):
+        place = get_accelerator().current_device_name()
+        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], place)
+    else:
+        model = build_model(spec.model, spec.train.seed)
     check_same_weights(model)
     if spec.plan.recompute == "full":
         recompute_layers(model)
@@ -90,7 +105,7 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
 
 
 def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
-    sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_sharded(spec.model)
+    sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
     if spec.plan.islands > 1:
         unit = TensorUnit(mesh)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models.build import open_weights, skeleton
+from toolkit.runtime.models.first_weights import Weights
 from toolkit.runtime.models.parameter_shards import Sites, sites
 
 SAMPLE_ELEMENTS = 1024
@@ -29,14 +30,6 @@ SAMPLE_ELEMENTS = 1024
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Shape of the full parameter, also where ZeRO 3 holds a shard of it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def can_start_sharded(section: Model) -> bool:
-    """Whether the parameters of a recipe's model can be made one at a time.
-
-    Adapters and models with their own code are built by libraries that need the complete base model.
-    """
-    return section.lora is None and not section.trust_remote_code
 
 
 def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
@@ -51,12 +44,11 @@ def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: t
             digest.update(_bytes(full.flatten()[:SAMPLE_ELEMENTS], dtype))
             shards.convert(parameters[name], full)
     else:
-        ranges = {name: shards.convert(parameter) for name, parameter in parameters.items()}
-        for name, elements in weights.read_ranges({name: one.elements for name, one in ranges.items()}):
-            ranges[name].fill(elements)
-        samples = {name: (0, min(SAMPLE_ELEMENTS, one.numel)) for name, one in ranges.items()}
+        _read_own(weights, {name: shards.convert(parameter) for name, parameter in parameters.items()})
+        samples = {name: (0, min(SAMPLE_ELEMENTS, parameter.numel())) for name, parameter in parameters.items()}
         for _, elements in weights.read_ranges(samples):
             digest.update(_bytes(elements, dtype))
+    weights.fill_buffers(model)
     _check_same(digest.hexdigest())
     return model
 
@@ -76,6 +68,12 @@ class _Shard:
         self._tensor.view(-1)[: elements.numel()].copy_(elements)
 
 
+def _read_own(weights: Weights, shards: Mapping[str, _Shard]) -> None:
+    """Fill every shard with this rank's elements."""
+    for name, elements in weights.read_ranges({name: shard.elements for name, shard in shards.items()}):
+        shards[name].fill(elements)
+
+
 class _Shards:
     """Turns parameters of a skeleton into ZeRO 3 shards."""
 
@@ -84,7 +82,7 @@ class _Shards:
 
     @property
     def needs_full(self) -> bool:
-        """Whether converting needs the values: DeepSpeed cuts out hpZ's second shard, quantises and swaps to NVMe itself."""
+        """Whether converting needs the values: DeepSpeed makes hpZ's second shard, quantises, swaps to NVMe itself."""
         init = self._init
         return init.zero_param_process_group is not None or init.quantized_weights or init.param_swapper is not None
 
