@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,14 +20,18 @@ from transformers.utils import cached_file
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+Ranges = Sequence[tuple[int, int]]
+"""First element and last + 1 of ranges in a flattened parameter."""
+
+
 class Weights(Protocol):
     """Reads parameters by their first name in the model."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These full parameters on the host; nothing is kept."""
 
-    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Elements `low` to `high` of each flattened parameter."""
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """These ranges of elements of each flattened parameter."""
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
         """Give the skeleton's buffers the values that come with the weights, if any do."""
@@ -62,10 +66,9 @@ class ScratchWeights:
         if missed:
             yield from HostWeights(self._whole()).read(missed)
 
-    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         for name, full in self.read(ranges):
-            low, high = ranges[name]
-            yield name, full.flatten()[low:high]
+            yield name, [full.flatten()[low:high] for low, high in ranges[name]]
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
         """A skeleton's buffers are new already."""
@@ -97,14 +100,14 @@ class FileWeights:
                 for name in wanted:
                     yield name, file.get_tensor(name).float()
 
-    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         by_file: dict[str, list[str]] = {}
         for name in ranges:
             by_file.setdefault(self._files[name], []).append(name)
         for path, wanted in by_file.items():
             with safe_open(path, framework="pt") as file:
                 for name in wanted:
-                    yield name, _flat_range(file, name, *ranges[name])
+                    yield name, [_flat_range(file, name, low, high) for low, high in ranges[name]]
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
@@ -124,9 +127,9 @@ class HostWeights:
         for name in names:
             yield name, self._tensors[name].detach()
 
-    def read_ranges(self, ranges: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, (low, high) in ranges.items():
-            yield name, self._tensors[name].detach().flatten()[low:high]
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        for name, wanted in ranges.items():
+            yield name, [self._tensors[name].detach().flatten()[low:high] for low, high in wanted]
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():

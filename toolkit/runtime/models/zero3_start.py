@@ -10,7 +10,7 @@ losses would differ in the fifth digit. So only its conversion of single paramet
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,10 +44,9 @@ def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: t
             digest.update(_bytes(full.flatten()[:SAMPLE_ELEMENTS], dtype))
             shards.convert(parameters[name], full)
     else:
-        _read_own(weights, {name: shards.convert(parameter) for name, parameter in parameters.items()})
-        samples = {name: (0, min(SAMPLE_ELEMENTS, parameter.numel())) for name, parameter in parameters.items()}
-        for _, elements in weights.read_ranges(samples):
-            digest.update(_bytes(elements, dtype))
+        own = {name: shards.convert(parameter) for name, parameter in parameters.items()}
+        for sample in _read_own(weights, own):
+            digest.update(_bytes(sample, dtype))
     weights.fill_buffers(model)
     _check_same(digest.hexdigest())
     return model
@@ -68,10 +67,12 @@ class _Shard:
         self._tensor.view(-1)[: elements.numel()].copy_(elements)
 
 
-def _read_own(weights: Weights, shards: Mapping[str, _Shard]) -> None:
-    """Fill every shard with this rank's elements."""
-    for name, elements in weights.read_ranges({name: shard.elements for name, shard in shards.items()}):
+def _read_own(weights: Weights, shards: Mapping[str, _Shard]) -> Iterator[torch.Tensor]:
+    """Fill every shard with this rank's elements; yields the first elements of each parameter, to be compared."""
+    ranges = {name: (shard.elements, (0, min(SAMPLE_ELEMENTS, shard.numel))) for name, shard in shards.items()}
+    for name, (elements, sample) in weights.read_ranges(ranges):
         shards[name].fill(elements)
+        yield sample
 
 
 class _Shards:
