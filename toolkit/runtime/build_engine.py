@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import set_seed
 
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
@@ -20,7 +22,17 @@ from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.replica import ReplicaEngine, ReplicaParts
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
-from toolkit.runtime.models.build import build_model, check_same_weights, fill, open_weights, recompute_layers, skeleton
+from toolkit.runtime.models.build import (
+    build_in_place,
+    build_model,
+    can_start_in_place,
+    check_same_weights,
+    fill,
+    open_weights,
+    recompute_layers,
+    skeleton,
+)
+from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
@@ -68,9 +80,24 @@ def _mesh(spec: EngineSpec, world: World) -> Mesh:
     return Mesh(spec.plan, world.rank, world.size, world.local_size)
 
 
+def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
+    """This rank's ZeRO 3 shards; the full model is never on one rank."""
+    dtype = DTYPES[spec.plan.precision]
+    model: torch.nn.Module = sharded_model(spec.model, spec.train.seed, spec.deepspeed, dtype)
+    set_seed(spec.train.seed)  # dropout draws the same numbers as after building the full model
+    if spec.plan.recompute == "full":
+        recompute_layers(model)
+    return model
+
+
 def _full_model(spec: EngineSpec) -> torch.nn.Module:
     """The complete model on this rank, the same on all."""
-    model: torch.nn.Module = build_model(spec.model, spec.train.seed)
+    model: torch.nn.Module
+    if can_start_in_place(spec.model):
+        place = get_accelerator().current_device_name()
+        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], place)
+    else:
+        model = build_model(spec.model, spec.train.seed)
     check_same_weights(model)
     if spec.plan.recompute == "full":
         recompute_layers(model)
@@ -78,7 +105,8 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
 
 
 def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
-    model = _full_model(spec)
+    sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
+    model = _sharded_model(spec) if sharded else _full_model(spec)
     if spec.plan.islands > 1:
         unit = TensorUnit(mesh)
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, ReplicaParts(unit=unit))

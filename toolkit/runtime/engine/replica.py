@@ -24,6 +24,7 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.zero3_start import full_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class ReplicaEngine:
         self._nonfinite = NonFiniteCounter(device())
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._nonfinite.after_embedding)  # type: ignore[operator]
-        self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._whole_shapes = {name: full_shape(parameter) for name, parameter in model.named_parameters()}
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=model,

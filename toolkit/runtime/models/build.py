@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,11 +19,11 @@ from transformers import (
     set_seed,
 )
 from transformers.initialization import no_init_weights
-from transformers.utils import cached_file
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Lora, Model
 from toolkit.runtime.distributed.process_group import gather_objects
+from toolkit.runtime.models.first_weights import FileWeights, HostWeights, ScratchWeights, Weights, checkpoint_files
 from toolkit.runtime.models.parameter_shards import own_slice, replace_parameter, sites
 
 BUILDERS: dict[str | None, Any] = {
@@ -51,6 +47,27 @@ def load_config(section: Model) -> PretrainedConfig:
         return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise BadInput("model", f"transformers can't read the config: {first_line(error)}") from None
+
+
+def can_start_in_place(section: Model) -> bool:
+    """Whether the parameters of a recipe's model can be made one at a time.
+
+    Adapters and models with their own code are built by libraries that need the complete base model.
+    """
+    return section.lora is None and not section.trust_remote_code
+
+
+def build_in_place(section: Model, seed: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The full model in the run's precision on its device, one tensor at a time.
+
+    The host never holds more than one fp32 unit of it. Values are those of `build_model`, rounded as DeepSpeed rounds
+    a complete fp32 model.
+    """
+    model, weights = skeleton(section), open_weights(section, seed)
+    fill(model, weights, place=lambda tensor: tensor.to(device=device, dtype=dtype))
+    weights.fill_buffers(model)
+    set_seed(seed)
+    return model
 
 
 def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreTrainedModel:
@@ -97,14 +114,20 @@ def open_weights(section: Model, seed: int) -> Weights:
 
 
 def fill(
-    model: torch.nn.Module, weights: Weights, named: Mapping[str, torch.nn.Parameter] | None = None
+    model: torch.nn.Module,
+    weights: Weights,
+    named: Mapping[str, torch.nn.Parameter] | None = None,
+    place: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> dict[str, torch.nn.Parameter]:
-    """Give parameters of a skeleton their weights (a shard only its slice); return the new parameters by name."""
+    """Give parameters of a skeleton their weights (a shard only its slice); return the new parameters by name.
+
+    `place` moves each to its device and precision.
+    """
     empty = dict(model.named_parameters()) if named is None else named
     where = sites(model)
     filled = dict(empty)
     for name, whole in weights.read(empty):
-        filled[name] = replace_parameter(where, empty[name], own_slice(empty[name], whole))
+        filled[name] = replace_parameter(where, empty[name], place(own_slice(empty[name], whole)))
     return filled
 
 
@@ -188,137 +211,3 @@ def check_same_weights(model: torch.nn.Module) -> None:
 def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-
-
-class Weights(Protocol):
-    """Reads parameters by their first name in the model."""
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """These full parameters on the host; nothing is kept."""
-
-
-class ScratchWeights:
-    """New weights. A layer, or a module outside the layers, is initialised as a unit from a seed of its own.
-
-    Hugging Face's `_init_weights` does it on a temporary copy of the unit. In transformers 5.22.2 a few types set some
-    parameters in their constructors instead (apertus, ernie4_5_moe, openai-gpt). Those stay NaN here, and are read from
-    a full model that is built on demand.
-    """
-
-    def __init__(self, skeleton: PreTrainedModel, seed: int, whole: Callable[[], torch.nn.Module]) -> None:
-        self._model = skeleton
-        self._seed = seed
-        self._whole = whole
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        units: dict[str, list[str]] = {}
-        for name in names:
-            units.setdefault(unit_of(self._model, name), []).append(name)
-        missed = []
-        for unit, wanted in units.items():
-            module = self._initialised(unit)
-            for name in wanted:
-                tensor = module.get_parameter(name.removeprefix(f"{unit}.")).detach()
-                if tensor.is_floating_point() and bool(tensor.isnan().any()):
-                    missed.append(name)
-                else:
-                    yield name, tensor
-        if missed:
-            yield from HostWeights(self._whole()).read(missed)
-
-    def _initialised(self, unit: str) -> torch.nn.Module:
-        module: torch.nn.Module = copy.deepcopy(self._model.get_submodule(unit))
-        for part in module.modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    part._parameters[key] = _blank(parameter)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(_seed_of(self._seed, unit))
-            _initialise(module, _initialiser(self._model, unit))
-        return module
-
-
-class FileWeights:
-    """Weights of a safetensors checkpoint with the model's names."""
-
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self._files = files
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        by_file: dict[str, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self._files[name], []).append(name)
-        for path, wanted in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for name in wanted:
-                    yield name, file.get_tensor(name).float()
-
-
-class HostWeights:
-    """Weights of a full model on the host, for checkpoints that transformers converts while loading."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._tensors = dict(model.named_parameters())
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            yield name, self._tensors[name].detach()
-
-
-def checkpoint_files(path: str) -> dict[str, str]:
-    """Tensor name → file of a safetensors checkpoint, local or on the hub; empty if there is none."""
-    index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        local = {file: cached_file(path, file) for file in set(places.values())}
-        return {name: str(local[file]) for name, file in places.items()}
-    single = cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False)
-    if single is None:
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return {name: str(single) for name in file.keys()}  # noqa: SIM118 - not a mapping
-
-
-def unit_of(model: torch.nn.Module, name: str) -> str:
-    """Name of the unit of a parameter: its layer, or the largest module around it that has no layers."""
-    parts = name.split(".")
-    for depth in range(1, len(parts)):
-        module = model.get_submodule(".".join(parts[:depth]))
-        if isinstance(module, torch.nn.ModuleList):
-            return ".".join(parts[: depth + 1])
-        if not any(isinstance(inner, torch.nn.ModuleList) for inner in module.modules()):
-            return ".".join(parts[:depth])
-    return ".".join(parts[:-1])
-
-
-def _seed_of(seed: int, unit: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{unit}".encode(), digest_size=8).digest(), "big") >> 1
-
-
-def _blank(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A parameter filled with NaN; values that are still NaN afterwards were not initialised."""
-    blank = torch.zeros_like(parameter, device="cpu")
-    if blank.is_floating_point():
-        blank.fill_(float("nan"))
-    return torch.nn.Parameter(blank, requires_grad=parameter.requires_grad)
-
-
-def _initialiser(model: PreTrainedModel, unit: str) -> PreTrainedModel:
-    """The innermost model around a unit; parts of a composite model have their own `_init_weights`."""
-    around = model
-    parts = unit.split(".")
-    for depth in range(1, len(parts)):
-        module = model.get_submodule(".".join(parts[:depth]))
-        if isinstance(module, PreTrainedModel):
-            around = module
-    return around
-
-
-def _initialise(module: torch.nn.Module, model: PreTrainedModel) -> None:
-    """Initialise children first, as transformers does."""
-    for child in module.children():
-        _initialise(child, child if isinstance(child, PreTrainedModel) else model)
-    model._init_weights(module)
