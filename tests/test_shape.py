@@ -24,4 +24,4 @@ def test_functions_are_short_and_take_few_parameters() -> None:
 
 
 def test_few_modules_have_a_single_importer() -> None:
-    assert len(SHAPE.single_importer) <= 26, SHAPE.single_importer
+    assert len(SHAPE.single_importer) <= 25, SHAPE.single_importer

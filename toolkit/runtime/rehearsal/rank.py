@@ -33,9 +33,11 @@ from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
+from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.metrics.step_clock import Lap
 from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.rehearsal import fake_device
 from toolkit.runtime.rehearsal.ledger import Ledger
 from toolkit.runtime.rehearsal.report import RehearsalSpec, RoleFailed, RoleReport
@@ -136,10 +138,10 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
 
 
 def inner(engine: Any) -> Any:
-    """DeepSpeed's engine inside an engine of ours."""
-    while "_engine" not in vars(engine):
-        engine = vars(engine)["_inner"]
-    return engine._engine
+    """DeepSpeed's engine inside an engine of ours; islands wrap the engine of a replica."""
+    is_plain = isinstance(engine, ReplicaEngine | PipelineEngine)
+    own: ReplicaEngine | PipelineEngine = engine if is_plain else engine._inner
+    return own._engine
 
 
 def _vocabularies(spec: RehearsalSpec) -> Iterator[int]:
