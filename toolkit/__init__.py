@@ -1,13 +1,14 @@
 """Plan, launch, train and resume Hugging Face models on DeepSpeed under any parallel strategy.
 
 In a notebook: `toolkit.plan(recipe)`, `toolkit.train(recipe, nproc=2)`, `toolkit.resume(run_dir)`,
-`toolkit.parity(recipe)`, `toolkit.training_arguments(plan, output_dir)`, `toolkit.deepspeed_plugin(plan)`.
+`toolkit.parity(recipe)`, `toolkit.rehearse(recipe)`, `toolkit.training_arguments(plan, output_dir)`,
+`toolkit.deepspeed_plugin(plan)`.
 """
 
 import importlib
 from typing import Any
 
-_FUNCTIONS = ("plan", "train", "resume", "parity", "training_arguments", "deepspeed_plugin")
+_FUNCTIONS = ("plan", "train", "resume", "parity", "rehearse", "training_arguments", "deepspeed_plugin")
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,8 @@ from toolkit.sessions.hosts import LaunchOptions
 from toolkit.sessions.parity import compare, parity_json, reference
 from toolkit.sessions.preflight import check
 from toolkit.sessions.prepare import Consent, prepare_resume, prepare_training
+from toolkit.sessions.rehearse import Rehearsal
+from toolkit.sessions.rehearse import rehearse as rehearse_plan
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.sessions.start import start
 from toolkit.sessions.tiny_recipe import tiny_recipe
@@ -160,6 +162,11 @@ def parity(
     checked = check(_read(recipe, overrides), environment.environment(), print)
     expected = reference(checked, steps)
     return parity_json(steps, expected, compare(checked, steps, nproc, strategies, expected))
+
+
+def rehearse(recipe: RecipeLike, *overrides: str, nproc: int | None = None, ranks: str = "roles") -> Rehearsal:
+    """Run ranks of the chosen plan on fake tensors: memory, collectives and host syncs, without the cluster."""
+    return rehearse_plan(resolve(_read(recipe, overrides), nproc), ranks)
 
 
 def training_arguments(planned: Planned, output_dir: str, kind: Any = None, **options: Any) -> Any:

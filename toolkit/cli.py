@@ -24,6 +24,7 @@ from toolkit.resources import user_cache
 
 COMMANDS: dict[str, str] = {
     "plan": "rank the plans for a recipe by predicted time and memory, and say why others are refused",
+    "rehearse": "run ranks of the chosen plan on fake tensors: memory, collectives, host syncs next to the prediction",
     "train": "plan, write the run directory, launch and supervise the workers",
     "data": "show the data before training: samples with their loss mask, counts, useful fraction, sample ids",
     "sample": "generate text from a run's newest checkpoint",

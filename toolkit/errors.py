@@ -73,6 +73,12 @@ class NoPlanFits(ToolkitError):
     exit_code = 3
 
 
+class NotRehearsable(ToolkitError):
+    """The plan needs something that can't be faked; the message names it."""
+
+    exit_code = 3
+
+
 class RankFailed(ToolkitError):
     """A worker process ended with an error."""
 

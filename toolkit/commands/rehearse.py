@@ -1,0 +1,128 @@
+"""`toolkit rehearse`: run ranks of the chosen plan on fake tensors, and compare with the prediction."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
+from toolkit.errors import BadInput
+from toolkit.runtime.rehearsal.report import PARTS, RoleReport
+from toolkit.sessions.rehearse import Rehearsal, rehearse, totals, verdict
+from toolkit.sessions.resolve import resolve
+from toolkit.units import GIB
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_recipe_arguments(parser)
+    parser.add_argument(
+        "--ranks", default="roles", metavar="RANKS", help="roles (default: one rank of each kind), all, or 0,8,..."
+    )
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="steps per rank (default 2)")
+    parser.add_argument("--json", action="store_true", help="print the rehearsal as JSON")
+    parser.add_argument("--html", type=Path, metavar="PAGE", help="write the rehearsal as an HTML page")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse; exit code 3 if a rank does not fit or collectives do not match."""
+    recipe = read_recipe(args)
+    if recipe.cluster == "auto" and args.nproc is None:
+        what = (
+            "auto given, which is this machine; a rehearsal needs the cluster of the plan: give cluster=NAME or --nproc"
+        )
+        raise BadInput("cluster", what)
+    result = rehearse(resolve(recipe, args.nproc), args.ranks, args.steps, _progress)
+    if args.html:
+        args.html.write_text(_page(recipe.name, result), encoding="utf-8")
+    if args.json:
+        print(json.dumps(result.to_json(), indent=1))
+    else:
+        _show(result, Console())
+    return 0 if result.fits and not result.mismatches else 3
+
+
+def _progress(done: int, total: int, left_seconds: float) -> None:
+    left = f", about {left_seconds:.0f} s left" if done else ""
+    print(f"rehearsed {done} of {total} ranks{left}", file=sys.stderr, flush=True)
+
+
+def _rows(result: Rehearsal) -> list[tuple[str, ...]]:
+    """Predicted bytes, then one row per rehearsed rank."""
+    memory = asdict(result.option.estimate.memory)
+    rows = [("predicted", _gib(result.predicted_bytes), "", *(_gib(memory[part]) for part in PARTS), "", "", "")]
+    for role in result.roles:
+        step = role.step
+        rows.append(
+            (
+                f"{role.rank} (stage {role.stage}, tensor {role.tensor}, data {role.data})",
+                _gib(step.device_peak_bytes),
+                f"{_gib(role.start.device_peak_bytes)} / {_gib(role.start.host_peak_bytes)}",
+                *(_gib(step.parts[part]) for part in PARTS),
+                f"{step.flops / 1e12:,.1f}",
+                str(sum(step.host_syncs.values())),
+                f"{role.wall_seconds:.0f} s",
+            )
+        )
+    return rows
+
+
+HEADINGS = ("rank", "peak GiB", "start device / host", *PARTS, "TFLOP", "host syncs", "took")
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.2f}"
+
+
+def _show(result: Rehearsal, console: Console) -> None:
+    table = Table(title=f"{result.option.plan.describe()}: live GiB per device in the last step")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "rank" else "right")
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(table)
+    for line in _lines(result):
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _lines(result: Rehearsal) -> list[str]:
+    fullest = max(result.roles, key=result.needed_bytes)
+    lines = [verdict(result), f"peak of rank {fullest.rank} at {fullest.step.peak_at}", *_details(fullest)]
+    if result.mismatches:
+        lines += [f"collectives differ: group {list(one.group)[:16]}: {one.what}" for one in result.mismatches]
+    elif len(result.roles) > 1:
+        lines.append(f"collectives of {len(result.roles)} ranks match")
+    return lines
+
+
+def _details(role: RoleReport) -> list[str]:
+    step = role.step
+    lines = [
+        f"  {one.bytes / GIB:8.2f} GiB {one.part:11} {list(one.shape)} {one.dtype}: {one.where}" for one in step.largest
+    ]
+    for row in totals(step.collectives):
+        lines.append(
+            f"  {row['kind']} over {len(row['group'])} ranks: {row['calls']} calls, {row['bytes'] / GIB:.2f} GiB"
+        )
+    return lines + [f"  host waits {count} times: {site}" for site, count in step.host_syncs.items()]
+
+
+def _page(name: str, result: Rehearsal) -> str:
+    cells = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(result))
+    lines = "\n".join(html.escape(line) for line in _lines(result))
+    return (
+        f"<!doctype html><meta charset=utf-8><title>Rehearsal of {html.escape(name)}</title>"
+        "<style>body{font:14px system-ui;margin:2em}td,th{padding:4px 10px;text-align:right}"
+        "td:first-child{text-align:left}</style>"
+        f"<h1>Rehearsal of {html.escape(name)}</h1><p>{html.escape(result.option.plan.describe())}: "
+        f"live GiB per device</p><table><tr>{cells}</tr>{rows}</table><pre>{lines}</pre>\n"
+    )

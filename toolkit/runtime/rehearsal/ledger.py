@@ -1,0 +1,284 @@
+"""The ledger of a rehearsal: live bytes by part, FLOPs, waits of the host, copies and collectives, with call sites."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from toolkit.runtime.rehearsal.fake_device import answer_of, is_on_device, waits
+from toolkit.runtime.rehearsal.report import PARTS, Collective, LargeTensor, Phase
+
+aten = torch.ops.aten
+LARGEST = 10
+"""Tensors at the peak that are listed."""
+SKIPPED = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/nvtx", "contextlib", "typing_extensions", "/rehearsal/")
+GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
+"""Files of DeepSpeed that gather parameters under ZeRO 3."""
+PEERS = ("send", "recv_", "broadcast_", "reduce_")
+
+
+def call_site(depth: int = 1) -> str:
+    """The nearest lines outside torch, DeepSpeed's communication layer and this package."""
+    frame: Any = sys._getframe(1)
+    found: list[str] = []
+    while frame is not None and len(found) < depth:
+        path = frame.f_code.co_filename
+        if path[0] != "<" and not any(part in path for part in SKIPPED):
+            short = path.split("site-packages/")[-1]
+            short = short[short.rfind("toolkit/") :] if "/toolkit/" in short else short
+            found.append(f"{short}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found)
+
+
+@dataclass(slots=True)
+class Storage:
+    """What is known of a live storage."""
+
+    device: str
+    bytes: int
+    part: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    where: str
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator of a rank, in the forward pass and in autograd's thread."""
+
+    def __init__(self, device: str, vocabulary: Iterable[int]) -> None:
+        """`device`: type of the plan's device. `vocabulary`: sizes of the last dimension that mark logits."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.part = "buffers"
+        """Part that new tensors belong to, unless their shape or their call site says more."""
+        self.module = ""
+        """Path of the module whose forward pass runs."""
+        self.live: dict[int, Storage] = {}
+        self._vocabulary = frozenset(vocabulary)
+        self._now = {"cpu": 0, device: 0}
+        self._at_peak = False
+        self._operator = ""
+        self._begin()
+        waits.listener = self.wait
+
+    def _begin(self) -> None:
+        self._started = time.process_time()
+        self._before = self._now[self.device]
+        self._peaks = dict(self._now)
+        self._snapshot: list[Storage] = list(self.live.values())
+        self._peak_at = ""
+        self._operators, self._flops = 0, 0
+        self._syncs: dict[str, int] = {}
+        self._copies: dict[str, int] = {}
+        self._collectives: list[Collective] = []
+
+    def finish(self, name: str) -> Phase:
+        """The phase since the last call; starts the next one."""
+        self._note_peak()
+        parts = dict.fromkeys(PARTS, 0)
+        own = [storage for storage in self._snapshot if storage.device == self.device]
+        for storage in own:
+            parts[storage.part] += storage.bytes
+        own.sort(key=lambda storage: -storage.bytes)
+        phase = Phase(
+            name=name,
+            device_before_bytes=self._before,
+            device_peak_bytes=self._peaks[self.device],
+            host_peak_bytes=self._peaks["cpu"],
+            cpu_seconds=time.process_time() - self._started,
+            operators=self._operators,
+            flops=self._flops,
+            host_syncs=self._syncs,
+            host_copies=self._copies,
+            collectives=self._collectives,
+            parts=parts,
+            peak_at=self._peak_at,
+            largest=[
+                LargeTensor(s.shape, str(s.dtype).removeprefix("torch."), s.bytes, s.part, s.where)
+                for s in own[:LARGEST]
+            ],
+        )
+        self._begin()
+        return phase
+
+    def wait(self, kind: str) -> None:
+        """Count a wait of the host for the device."""
+        key = f"{kind} at {call_site()}"
+        self._syncs[key] = self._syncs.get(key, 0) + 1
+
+    def relabel(self, tensors: Iterable[Any], part: str) -> None:
+        """Move the storages of these tensors to a part."""
+        for tensor in tensors:
+            storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
+            if storage is not None:
+                storage.part = part
+
+    def relabel_rest(self, known: set[int], part: str) -> None:
+        """Move every storage that is not one of these to a part."""
+        for key, storage in self.live.items():
+            if key not in known:
+                storage.part = part
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._operators += 1
+        answer = ANSWERS.get(func)
+        if answer is not None:
+            out = answer(self, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, kwargs)
+        out = func(*args, **kwargs)
+        counted = flop_registry.get(func._overloadpacket)
+        if counted is not None:
+            self._flops += int(counted(*args, **kwargs, out_val=out))
+        self._operator = func
+        if isinstance(out, torch.Tensor):
+            self._count(out)
+        elif isinstance(out, list | tuple):
+            for one in out:
+                if isinstance(one, torch.Tensor):
+                    self._count(one)
+        return out
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        device = tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
+        if device == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return
+        size, shape = storage.nbytes(), tuple(tensor.shape)
+        site = call_site()
+        where = f"{self._operator} in {self.module or site}" if self.part != "optimizer" else f"{self._operator} {site}"
+        self.live[key] = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
+        self._now[device] = now = self._now[device] + size
+        if now > self._peaks[device]:
+            self._peaks[device] = now
+            if device == self.device:
+                self._at_peak, self._peak_at = True, where
+        weakref.finalize(storage, self._drop, key)
+
+    def _part_of(self, shape: tuple[int, ...], site: str) -> str:
+        if len(shape) > 1 and shape[-1] in self._vocabulary and self.part == "activations":
+            return "logits"
+        if any(name in site for name in GATHERS):
+            return "gathered"
+        if "deepspeed/runtime" in site and self.part == "activations":
+            return "buffers"
+        return "buffers" if self.part == "optimizer" else self.part
+
+    def _drop(self, key: int) -> None:
+        self._note_peak()
+        storage = self.live.pop(key, None)
+        if storage is not None:
+            self._now[storage.device] -= storage.bytes
+
+    def _note_peak(self) -> None:
+        """Remember what is alive before the first tensor is freed after a new peak."""
+        if self._at_peak:
+            self._at_peak, self._snapshot = False, list(self.live.values())
+
+    def _collective(self, func: Any, args: Any, kwargs: Any) -> None:
+        kind = func._schema.name.split("::")[-1]
+        if kind == "wait_tensor":
+            return
+        tensors: list[torch.Tensor] = []
+        group, numbers = None, []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+            elif isinstance(value, list | tuple):
+                tensors += [one for one in _flat(value) if isinstance(one, torch.Tensor)]
+            elif isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                group = td.ProcessGroup.unbox(value)
+            elif isinstance(value, int) and not isinstance(value, bool):
+                numbers.append(value)
+        self._collectives.append(
+            Collective(
+                kind=kind.rstrip("_"),
+                ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                numel=sum(tensor.numel() for tensor in tensors),
+                bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+                peer=numbers[0] if kind in PEERS and numbers else None,
+                site=call_site(2),
+            )
+        )
+
+    def copied(self, source: Any, target: str, blocking: bool) -> None:
+        """Count a copy between host and device."""
+        origin = source.fake_device.type if isinstance(source, FakeTensor) else "cpu"
+        if origin == target or self.device == "cpu":
+            return
+        if target == "cpu" and blocking:
+            self.wait("copy to host")
+        elif target == self.device:
+            site = call_site()
+            self._copies[site] = self._copies.get(site, 0) + source.numel() * source.element_size()
+
+
+def _flat(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def _scalar(ledger: Ledger, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return NotImplemented
+    if is_on_device(tensor):
+        ledger.wait("item")
+    return tensor.constant.item() if tensor.constant is not None else answer_of(tensor.dtype)
+
+
+def _equal(ledger: Ledger, args: Any, kwargs: Any) -> Any:
+    if is_on_device(args[0]):
+        ledger.wait("equal")
+    return True
+
+
+def _nonzero(ledger: Ledger, args: Any, kwargs: Any) -> Any:
+    """As many rows as there can be."""
+    if is_on_device(args[0]):
+        ledger.wait("nonzero")
+    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
+
+
+def _to_copy(ledger: Ledger, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("device") is not None:
+        ledger.copied(args[0], torch.device(kwargs["device"]).type, not kwargs.get("non_blocking"))
+    return NotImplemented
+
+
+def _copy(ledger: Ledger, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], FakeTensor) and isinstance(args[1], torch.Tensor):
+        waiting = not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+        ledger.copied(args[1], args[0].fake_device.type, waiting)
+    return NotImplemented
+
+
+ANSWERS = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: _equal,
+    aten.nonzero.default: _nonzero,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+}
+"""Operators whose result is a number that the host reads, or that move bytes between host and device."""
