@@ -56,15 +56,8 @@ def join(world: World, meeting: Meeting, say: Callable[[str], object] = print) -
 
     `say` gets the warning if the rendezvous store has to listen on more addresses than the meeting's.
     """
+    _prepare(world)
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        # torch splits sums by thread, so results depend on the thread count. torchrun (2.13) sets OMP_NUM_THREADS=1,
-        # other launchers set nothing: fixed here, losses are bit-identical under every launcher.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
-        skip_inference_build()
-    else:
-        accelerator.set_device(world.local_rank)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # Made here, because DeepSpeed's own store would listen on every address of the host. The group keeps the store.
     store = meeting.open(world.rank, world.size, TIMEOUT, several_hosts=world.size > world.local_size, say=say)
     options: dict[str, Any] = {}
@@ -79,8 +72,31 @@ def join(world: World, meeting: Meeting, say: Callable[[str], object] = print) -
         timeout=TIMEOUT,
         **options,
     )
+    _start_deepspeed()
+
+
+def adopt(world: World) -> None:
+    """Use a process group that exists already: that of a rehearsal."""
+    _prepare(world)
+    _start_deepspeed()
+
+
+def _prepare(world: World) -> None:
+    """Set the thread count and the device of this process."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # torch splits sums by thread, so results depend on the thread count. torchrun (2.13) sets OMP_NUM_THREADS=1,
+        # other launchers set nothing: fixed here, losses are bit-identical under every launcher.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        skip_inference_build()
+    else:
+        accelerator.set_device(world.local_rank)
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def _start_deepspeed() -> None:
     deepspeed.init_distributed(  # uses the group that is there
-        dist_backend=accelerator.communication_backend_name(),
+        dist_backend=get_accelerator().communication_backend_name(),
         timeout=TIMEOUT,
         verbose=False,
         auto_mpi_discovery=False,

@@ -87,7 +87,7 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
     cpu = time.process_time()
     td.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     local = World(rank=rank, size=world, local_rank=0, local_size=min(spec.local_size, world))
-    process_group.join(local)
+    process_group.adopt(local)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     _install_stand_ins(spec, world, heard or [], said)
     device = "cpu" if spec.backend == "cpu" else fake_device.NAME
