@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import bad_inputs
 from toolkit.cli import main
 
 
@@ -202,3 +203,23 @@ def test_help_and_lists(argv: list[str], capsys: pytest.CaptureFixture[str]) -> 
 def run_cli(*argv: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "toolkit.cli", *argv]
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+
+
+TABLE = list(bad_inputs.inputs())
+SHARE = 10
+"""Every tenth input of the table is run here; `python -m benchmarks.bad_inputs` runs all of them."""
+
+
+def test_the_table_of_bad_inputs_is_long() -> None:
+    assert len(TABLE) >= 400
+    assert len({(bad.argv, *bad.files.values()) for bad in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("bad", TABLE[::SHARE], ids=[" ".join(bad.argv)[:60] for bad in TABLE[::SHARE]])
+def test_bad_inputs_of_the_table(bad: bad_inputs.BadInput, tmp_path: Path) -> None:
+    assert bad_inputs.problem_of(bad, tmp_path) == ""
+
+
+def test_a_bad_input_as_a_process(tmp_path: Path) -> None:
+    bad = next(bad for bad in TABLE if bad.argv[:1] == ("report",) and bad.files)
+    assert bad_inputs.problem_of(bad, tmp_path, process=True) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,30 @@ def test_edited_bytes(name: str, changes: list[Edit]) -> None:
 @given(changes=replacements)
 def test_replaced_values(name: str, changes: list[tuple[list[int], Any]]) -> None:
     check(READERS[name], replaced(READERS[name].valid, changes))
+
+
+FOUND = [
+    ("heartbeat", b'{"rank": [], "step": 1, "time": 1.0, "pid": 1, "host": "a"}'),
+    ("heartbeat", b"[]"),
+    ("tokenizer", b'{"version": null}'),
+    ("recipe", b"[" * 5000),
+    ("recipe of a report", b"a: 2020-99-99"),
+    ("cluster", b"[" * 5000),
+    ("proofs", b"\xff"),
+    ("proofs", b"[" * 100_000),
+    ("metrics", b"[" * 100_000 + b"\n"),
+    ("metrics", b'{"step": 1, "loss": 1' + b"0" * 400 + b"}\n"),
+    ("events", b'{"step": {}, "text": "\\ud800"}\n'),
+    ("plan of a report", b'{"time": [], "memory": 3, "dp": "two"}'),
+    ("rows", b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    ("documents", b"\xff"),
+    ("state", b'{"step": 3, "samples": Infinity}'),
+]
+"""Cases that once crashed or hung a reader."""
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_found_cases(name: str, data: bytes) -> None:
+    started = time.perf_counter()
+    check(READERS[name], data)
+    assert time.perf_counter() - started < 5

@@ -12,6 +12,7 @@ from toolkit.errors import BadInput
 MAX_BYTES = 1_000_000
 MAX_ALIASES = 100
 MAX_VALUES = 200_000
+MAX_DEPTH = 100
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -25,6 +26,12 @@ class _StrictLoader(yaml.SafeLoader):
             if self.aliases > MAX_ALIASES:
                 raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases")
         return super().compose_node(parent, index)
+
+    def fetch_flow_collection_start(self, token_class: Any) -> Any:
+        # PyYAML (6.0.2) looks at every open bracket for each token: 5,000 of them take 7 seconds.
+        if self.flow_level >= MAX_DEPTH:
+            raise yaml.YAMLError(f"more than {MAX_DEPTH} nested brackets")
+        return super().fetch_flow_collection_start(token_class)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen: set[str] = set()

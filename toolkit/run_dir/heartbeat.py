@@ -61,9 +61,10 @@ def read_all(directory: Path) -> dict[int, Beat]:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             beat = Beat(**{key: value for key, value in values.items() if key in known})
-        except (OSError, ValueError, TypeError):  # being replaced, or not ours
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # being replaced, or not ours
             continue
-        beats[beat.rank] = beat
+        if type(beat.rank) is int:
+            beats[beat.rank] = beat
     return beats
 
 
