@@ -121,15 +121,12 @@ class BackendModule(backend_registration._DummyBackendModule):
 def install(memory_bytes: int, name: str) -> None:
     """Register the device with torch and with DeepSpeed. Call once, before the first fake tensor is made."""
     # These check the signature of `_make_subclass` when they are imported, so they come first.
-    import torch._dynamo
     import transformers.modeling_utils  # noqa: F401
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=BackendModule())
     # torch.tensor(3.0, device=...) would else be made on the device before the mode sees it.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment, method-assign]
     _use_cuda_keys()
-    functional: Any = torch.nn.functional
-    functional.scaled_dot_product_attention = attention
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(_accelerator(memory_bytes, name))
@@ -203,18 +200,41 @@ def attention(
     if half and attn_mask is None:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if options.get("enable_gqa"):
-        repeats = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    bias = None
-    if attn_mask is not None:
-        bias = attn_mask
-        if bias.dtype == torch.bool:
-            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
+    key, value = _repeated(query, key, options), _repeated(query, value, options)
+    bias = _bias(query, attn_mask)
+    if bias is not None:
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     trained = torch.is_grad_enabled() and query.requires_grad
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, trained, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def cpu_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """SDPA with the flash kernel that torch takes on a CPU, which keeps no scores."""
+    key, value = _repeated(query, key, options), _repeated(query, value, options)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    bias, scale = _bias(query, attn_mask), options.get("scale")
+    return flash(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _repeated(query: torch.Tensor, other: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Keys or values with as many heads as the queries."""
+    return other.repeat_interleave(query.shape[-3] // other.shape[-3], -3) if options.get("enable_gqa") else other
+
+
+def _bias(query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask as a tensor that is added to the scores."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
 
 
 def _accelerator(memory_bytes: int, name: str) -> Any:

@@ -196,10 +196,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _watch_gradients(ledger: Ledger, engine: Any) -> None:
-    """Gradients of parameters are known when autograd hands them over."""
+    """Label gradients of parameters once they are accumulated."""
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
-            parameter.register_hook(lambda gradient: ledger.relabel([gradient], "grads"))
+            parameter.register_post_accumulate_grad_hook(lambda own: ledger.relabel([own.grad], "grads"))
 
 
 def _watch_modules(ledger: Ledger, model: torch.nn.Module) -> None:
@@ -242,6 +242,9 @@ def _install_stand_ins(spec: RehearsalSpec, world_size: int, heard: list[Any], s
         verdict = follows_head(spec.model)
         _replace("toolkit.runtime", "follows_head", lambda section: verdict)
     fake_device.patch_fake_tensors()
+    kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
+    for package in ("torch.nn.functional", "toolkit.runtime"):
+        _replace(package, "scaled_dot_product_attention", kernel)
     fake_device.answer_lists()
     fake_device.answer_packed_question(spec.packed)
     _weights()
