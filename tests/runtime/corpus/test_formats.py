@@ -52,7 +52,7 @@ def words() -> PreTrainedTokenizerFast:
 def counted_text(tokenizer: Tokenizer, section: Data, row: dict[str, Any]) -> list[str]:
     """What the loss counts of each document of a row."""
     found = make_format(section, tokenizer).encode({name: [value] for name, value in row.items()})
-    assert not found.faults, found.faults
+    assert not found.problems, found.problems
     return [
         tokenizer.decode(ids[flags.astype(bool)].tolist())
         for ids, flags in zip(found.documents, found.counted, strict=True)
