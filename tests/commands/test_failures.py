@@ -149,3 +149,16 @@ def test_a_read_only_place(recipe: Path, capsys: pytest.CaptureFixture[str]) -> 
     ):
         assert main(argv) == 2, argv
         assert "/proc/" in capsys.readouterr().err
+
+
+def test_without_home_with_a_umask_and_a_path_of_spaces_and_unicode(recipe: Path, tmp_path: Path) -> None:
+    place = tmp_path / "ein Weg – mit ünïcode"
+    place.mkdir()
+    (place / "recipe.yaml").write_bytes(recipe.read_bytes())
+    code = "import os, sys; os.umask(0o077); from toolkit.cli import main; sys.exit(main(sys.argv[1:]))"
+    env = {key: value for key, value in os.environ.items() if key not in ("HOME", "USER", "LOGNAME")}
+    argv = ["train", str(place / "recipe.yaml"), "--nproc", "1", "train.steps=1", "--run-dir", str(place / "run")]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (place / "run" / "summary.json").is_file()
+    assert not [path for path in (place / "run").rglob("*") if path.stat().st_mode & 0o077]

@@ -28,7 +28,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def fetch_flow_collection_start(self, token_class: Any) -> Any:
-        # PyYAML (6.0.2) looks at every open bracket for each token: 5,000 of them take 7 seconds.
+        # PyYAML (6.0.3) looks at every open bracket for each token: 5,000 of them take 7 seconds.
         if self.flow_level >= MAX_DEPTH:
             raise yaml.YAMLError(f"more than {MAX_DEPTH} nested brackets")
         return super().fetch_flow_collection_start(token_class)

@@ -1,7 +1,7 @@
 """Read a run directory into columns of numbers; a million steps take seconds.
 
 Files of a run may be damaged, or written by somebody else. Python's own parser reads them, line by line: pyarrow
-(21.0.0) ended the process with SIGSEGV on some damaged lines.
+(26.0.1) ended the process with SIGSEGV on some damaged lines.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def read_document(file: Path) -> str:
 def check_json(file: Path) -> None:
     """`BadInput` with the first line of a JSON file that is not a JSON object in UTF-8.
 
-    Python's parser has to accept what pyarrow will read: that one (21.0.0) ends the process with SIGSEGV when a line
+    Python's parser has to accept what pyarrow will read: that one (26.0.1) ends the process with SIGSEGV when a line
     has 100,000 nested brackets. Other formats are left alone.
     """
     if file.suffix == ".jsonl":

@@ -164,7 +164,7 @@ def load_tokenizer(name: str | None, model_path: str | None, *, trust_remote_cod
 
     try:
         return HuggingFace(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code))
-    except Exception as error:  # a damaged tokenizer.json raises a bare Exception in tokenizers (0.22)
+    except Exception as error:  # a damaged tokenizer.json raises a bare Exception in tokenizers (0.23.3)
         raise BadInput(
             "data.tokenizer", f"{source} can't be loaded: {first_line(error)}; `bytes` needs no download"
         ) from None
