@@ -26,14 +26,6 @@ def smaller_buckets(engine: Any) -> None:
     engine._engine.optimizer.reduce_bucket_size //= 3
 
 
-def wrong_activation(engine: Any) -> None:
-    """A stage that sends one token too few."""
-    from deepspeed.runtime.pipe import p2p
-
-    send = p2p.send
-    p2p.send = lambda tensor, stage: send(tensor[:, :-1] if tensor.dim() > 2 else tensor, stage)
-
-
 def swapped_order(engine: Any) -> None:
     """Two collectives in the other order."""
     step = engine.step

@@ -121,6 +121,7 @@ class BackendModule(backend_registration._DummyBackendModule):
 def install(memory_bytes: int, name: str) -> None:
     """Register the device with torch and with DeepSpeed. Call once, before the first fake tensor is made."""
     # These check the signature of `_make_subclass` when they are imported, so they come first.
+    import torch._dynamo  # noqa: F401
     import transformers.modeling_utils  # noqa: F401
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=BackendModule())

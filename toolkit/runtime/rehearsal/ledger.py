@@ -21,7 +21,14 @@ from toolkit.runtime.rehearsal.report import PARTS, Collective, LargeTensor, Pha
 aten = torch.ops.aten
 LARGEST = 10
 """Tensors at the peak that are listed."""
-SKIPPED = ("/torch/", "/deepspeed/comm/", "/deepspeed/utils/nvtx", "contextlib", "typing_extensions", "/rehearsal/")
+SKIPPED = (
+    "/torch/",
+    "/deepspeed/comm/",
+    "/deepspeed/utils/nvtx",
+    "contextlib",
+    "typing_extensions",
+    "toolkit/runtime/rehearsal/",
+)
 GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 """Files of DeepSpeed that gather parameters under ZeRO 3."""
 PEERS = ("send", "recv_", "broadcast_", "reduce_")
