@@ -46,6 +46,17 @@ def test_the_store_is_where_it_was_told_to_be() -> None:
     assert store.get("key") == b"value"
 
 
+def test_agents_may_count_restarts_differently() -> None:
+    """torchrun's agents on two hosts do; a store of rank 0 is new in every attempt."""
+    port = free_port()
+    stores = [
+        Meeting(host="127.0.0.1", port=port, attempt=str(rank)).open(rank, 2, TIMEOUT, several_hosts=False, say=print)
+        for rank in (0, 1)
+    ]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
 def test_a_port_that_is_taken_is_an_error_and_not_another_address() -> None:
     with listen_at("127.0.0.1", 0) as taken:
         meeting = Meeting(host="127.0.0.1", port=taken.getsockname()[1])

@@ -46,10 +46,10 @@ class Meeting:
     ) -> Store:
         """Serve the store on rank 0, connect to it on the others. Keep it for as long as the process group lives."""
         if rank == 0 and not self.hosted_by_agent:
-            store = self._serve(world, timeout, several_hosts=several_hosts, say=say)
-        else:
-            store = TCPStore(self.host, self.port, world, False, timeout=timeout, wait_for_workers=False)
-        return PrefixStore(f"toolkit/{self.attempt}", store)
+            return self._serve(world, timeout, several_hosts=several_hosts, say=say)
+        store = TCPStore(self.host, self.port, world, False, timeout=timeout, wait_for_workers=False)
+        # Only an agent's store outlives an attempt; agents of several hosts may count restarts differently.
+        return PrefixStore(f"toolkit/{self.attempt}", store) if self.hosted_by_agent else store
 
     def _serve(
         self, world: int, timeout: datetime.timedelta, *, several_hosts: bool, say: Callable[[str], object]
