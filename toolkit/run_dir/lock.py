@@ -38,7 +38,7 @@ def hold(path: Path, say: Callable[[str], object], name: str = LOCK) -> Iterator
     if path.exists() and not path.is_dir():  # the caller refuses it, and says more
         yield
         return
-    is_new = not path.exists()
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     mine = Holder(socket.gethostname(), os.getpid(), start_time(os.getpid()))
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -51,8 +51,8 @@ def hold(path: Path, say: Callable[[str], object], name: str = LOCK) -> Iterator
         with contextlib.suppress(OSError):
             if _read(path / name) == mine:
                 (path / name).unlink()
-            if is_new:
-                path.rmdir()  # fails, as it should, if a run was written
+            for folder in made:
+                folder.rmdir()  # fails, as it should, if a run was written
 
 
 def _take(file: Path, mine: Holder, say: Callable[[str], object]) -> None:
