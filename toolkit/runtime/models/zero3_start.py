@@ -41,12 +41,12 @@ def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: t
     digest = hashlib.blake2b(digest_size=16)
     if shards.needs_full:
         for name, full in weights.read(parameters):
-            digest.update(_bytes(full.flatten()[:SAMPLE_ELEMENTS], dtype))
+            digest.update(sample_bytes(full.flatten()[:SAMPLE_ELEMENTS], dtype))
             shards.convert(parameters[name], full)
     else:
         own = {name: shards.convert(parameter) for name, parameter in parameters.items()}
         for sample in _read_own(weights, own):
-            digest.update(_bytes(sample, dtype))
+            digest.update(sample_bytes(sample, dtype))
     weights.fill_buffers(model)
     _check_same(digest.hexdigest())
     return model
@@ -103,7 +103,8 @@ class _Shards:
         return _Shard(parameter, self._init._partition_rank(parameter))
 
 
-def _bytes(elements: torch.Tensor, dtype: torch.dtype) -> bytes:
+def sample_bytes(elements: torch.Tensor, dtype: torch.dtype) -> bytes:
+    """Elements in the run's precision, to be compared between ranks."""
     return elements.detach().to(dtype).cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 

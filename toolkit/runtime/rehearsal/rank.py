@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.metrics.step_clock import Lap
 from toolkit.runtime.models.build import load_config, skeleton
+from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.rehearsal import fake_device
@@ -232,6 +233,14 @@ class EmptyWeights:
             shape, dtype = self._like[name]
             yield name, torch.empty(shape, dtype=dtype)
 
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Empty elements on the host."""
+        for name, wanted in ranges.items():
+            yield name, [torch.empty(high - low, dtype=self._like[name][1]) for low, high in wanted]
+
+    def fill_buffers(self, model: torch.nn.Module) -> None:
+        """A skeleton's buffers stay as they are."""
+
 
 def _install_stand_ins(spec: RehearsalSpec, world_size: int, heard: list[Any], said: list[Any]) -> None:
     """Replace what needs real numbers or other ranks: first weights, exchanged objects, shapes between stages.
@@ -263,6 +272,7 @@ def _replace(package: str, name: str, value: Any) -> None:
 def _weights() -> None:
     _replace("toolkit.runtime", "open_weights", lambda section, seed: EmptyWeights(section))
     _replace("toolkit.runtime", "check_same_weights", lambda model: None)
+    _replace("toolkit.runtime", "sample_bytes", lambda elements, dtype: b"")
 
 
 def _objects(world_size: int) -> None:
