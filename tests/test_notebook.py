@@ -16,6 +16,8 @@ from nbclient import NotebookClient
 
 from tests.helpers import launching_page
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "recipes" / "notebooks" / "finetune.ipynb"
 

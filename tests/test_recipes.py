@@ -20,6 +20,8 @@ from toolkit.runtime.supervision.warm_pool import run_warm
 from toolkit.sessions.resolve import resolve
 from toolkit.sessions.tiny_recipe import tiny_recipe
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 

@@ -11,6 +11,8 @@ from toolkit.cli import main
 from toolkit.commands.coverage import markdown
 from toolkit.runtime.proofs.coverage import Result
 
+pytestmark = pytest.mark.slow
+
 OK = Result(status="ok", loss_difference=1e-7, norm_difference=2e-7)
 ROWS = {
     "llama": {"zero-3": OK, "pipeline": OK},

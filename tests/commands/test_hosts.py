@@ -26,7 +26,7 @@ from toolkit.runtime.hosts.agent import SILENCE_SECONDS
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
 reason = why_not()
-pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason), reason=reason)]
 TOOLKIT = [sys.executable, "-m", "toolkit.cli"]
 SECRET = "planted-7a1f9c"  # noqa: S105
 LONGEST_SECONDS = 4 * SILENCE_SECONDS

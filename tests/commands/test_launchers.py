@@ -12,6 +12,8 @@ import pytest
 from tests.helpers import launching_page
 from toolkit.cli import main
 
+pytestmark = pytest.mark.slow
+
 BIN = Path(sys.executable).parent
 EMITS = "toolkit emit"
 STRANGE = "$(touch CANARY); touch CANARY"

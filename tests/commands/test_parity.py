@@ -13,6 +13,8 @@ from toolkit.cli import main
 from toolkit.errors import BadInput
 from toolkit.sessions import parity
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> str:

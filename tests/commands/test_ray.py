@@ -24,6 +24,8 @@ from toolkit.errors import BadInput
 from toolkit.run_dir import heartbeat
 from toolkit.runtime.hosts import ray_cluster
 
+pytestmark = pytest.mark.slow
+
 TOOLKIT = [sys.executable, "-m", "toolkit.cli"]
 SECRET = "planted-5e0d13"  # noqa: S105
 SMALL = {"num_cpus": 1, "object_store_memory": ray_cluster.STORE_BYTES}

@@ -24,6 +24,8 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision import supervise
 from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess, enter_worker
 
+pytestmark = pytest.mark.slow
+
 SAVE = ("checkpoint.every=2", "train.steps=4")
 
 

@@ -13,7 +13,7 @@ from toolkit.recipe.file import dump_recipe, make_recipe
 from toolkit.run_dir import heartbeat
 
 reason = why_not()
-pytestmark = pytest.mark.skipif(bool(reason), reason=reason)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason), reason=reason)]
 
 
 def test_a_job_is_preempted_queued_again_and_completes(tmp_path: Path, launch_reference: list[float]) -> None:

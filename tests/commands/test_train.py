@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:

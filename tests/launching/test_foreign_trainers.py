@@ -15,6 +15,8 @@ from toolkit.errors import BadInput
 from toolkit.launching import launchers
 from toolkit.runtime.supervision.warm_pool import run_warm
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "transformers, ZeRO 2": (
         foreign_trainers.transformers,

@@ -21,6 +21,8 @@ from toolkit.recipe.file import load_recipe, make_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.sessions.resolve import resolve
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:

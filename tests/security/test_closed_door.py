@@ -22,6 +22,8 @@ import yaml
 from toolkit.runtime.distributed.process_group import JSON_LIMIT_BYTES, _checked
 from toolkit.runtime.distributed.rendezvous import Meeting, listen_at, serve
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = datetime.timedelta(seconds=20)
 NOBODY = 65534
 STRANGER = """

@@ -16,6 +16,8 @@ from toolkit.errors import BadInput
 from toolkit.launching import launchers
 from toolkit.launching.launchers import import_path
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 NAMES = ("psutil", "datasets", "transformers", "torch", "yaml", "deepspeed")
 

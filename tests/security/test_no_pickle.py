@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import Trainer
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
+pytestmark = pytest.mark.slow
+
 TOOLKIT = Path(__file__).parents[2] / "toolkit"
 FORBIDDEN = re.compile(
     r"_object_list\(|gather_object\(|\bpickle\.loads?|Unpickler|torch\.load\(|"

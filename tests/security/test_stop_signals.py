@@ -21,6 +21,8 @@ from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.supervise import run_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 0.0), (signal.SIGHUP, 0.3), (signal.SIGTERM, 2.5)])
 def test_start_up_is_stopped_with_75_and_not_restarted(tmp_path: Path, number: signal.Signals, seconds: float) -> None:

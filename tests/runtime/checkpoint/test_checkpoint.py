@@ -22,6 +22,8 @@ from toolkit.runtime.checkpoint.saver import Snapshots
 from toolkit.runtime.supervision.warm_pool import enter_worker
 from toolkit.sessions.parity import largest_difference
 
+pytestmark = pytest.mark.slow
+
 STEPS, SAVED = 14, 4
 NAMES = list(LAYOUTS)
 PAIRS = [(source, NAMES[(i + 1) % len(NAMES)]) for i, source in enumerate(NAMES)]

@@ -28,6 +28,8 @@ from toolkit.runtime.checkpoint.reader import Reader, load
 from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.resolve import resolve
 
+pytestmark = pytest.mark.slow
+
 
 def fragments() -> list[Fragment]:
     return [

@@ -11,6 +11,8 @@ from tests.conftest import Finished, Trainer
 from toolkit.checkpoints.store import best, steps
 from toolkit.sessions.parity import largest_difference
 
+pytestmark = pytest.mark.slow
+
 BERT = "{model_type: bert, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 64, vocab_size: 264, max_position_embeddings: 128, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}"  # noqa: E501
 VIT = "{model_type: vit, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 64, image_size: 16, patch_size: 4}"  # noqa: E501
 T5 = "{model_type: t5, vocab_size: 264, d_model: 32, d_kv: 8, d_ff: 64, num_layers: 2, num_heads: 4, decoder_start_token_id: 256, dropout_rate: 0.0}"  # noqa: E501

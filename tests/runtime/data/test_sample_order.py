@@ -14,6 +14,8 @@ from tests.conftest import Trainer
 from toolkit.errors import Preempted
 from toolkit.runtime.data.sample_order import PAST_END, MixturePart, SampleOrder, joined, mixture, own_share
 
+pytestmark = pytest.mark.slow
+
 WORLDS = (1, 2, 4, 8)
 
 

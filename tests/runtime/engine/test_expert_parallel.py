@@ -14,6 +14,8 @@ from toolkit.plans.plan import Plan
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.sessions.parity import largest_difference
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_experts_of_mixtral_under_sgd_with_a_tight_clip(stage: int) -> None:

@@ -34,6 +34,8 @@ from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
 from toolkit.sessions.resolve import resolve
 from toolkit.sessions.start import prepare_islands, watch_islands
 
+pytestmark = pytest.mark.slow
+
 STEPS, ROUND = 24, 6
 """Steps of the recipe, each of two islands' shares, and steps of a round."""
 

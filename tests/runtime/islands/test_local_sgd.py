@@ -17,6 +17,8 @@ from toolkit.recipe.file import make_recipe
 from toolkit.sessions.parity import largest_difference
 from toolkit.sessions.resolve import TOO_EARLY, plan_notes, resolve
 
+pytestmark = pytest.mark.slow
+
 EVERY_STEP = Plan(strategy="local_sgd", islands=2, micro_batch=2, precision="fp32")
 AXES = ("strategy.name=local_sgd", "strategy.islands=2")
 

@@ -10,6 +10,8 @@ import pytest
 from benchmarks.harness import slow_link
 from tests.conftest import Trainer
 
+pytestmark = pytest.mark.slow
+
 WIDER = ("model.config.hidden_size=128", "model.config.intermediate_size=256")
 
 

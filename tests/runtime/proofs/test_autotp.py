@@ -14,6 +14,8 @@ from toolkit import cli
 from toolkit.plans.plan import Plan
 from toolkit.runtime.proofs.coverage import tiny_model, try_autotp
 
+pytestmark = pytest.mark.slow
+
 TWO = Plan(strategy="tensor_parallel", tp=2, zero_stage=1, micro_batch=4, precision="fp32", tensor_by="autotp")
 
 

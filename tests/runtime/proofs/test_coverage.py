@@ -8,6 +8,8 @@ import pytest
 
 from toolkit.runtime.proofs.coverage import causal_types, cover
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "dense": ["qwen2", "gemma", "olmo2", "phi3", "stablelm", "cohere", "granite"],
     "fused": ["gpt_neox", "gpt_bigcode", "codegen", "gptj", "biogpt", "opt"],

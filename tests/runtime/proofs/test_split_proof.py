@@ -10,6 +10,8 @@ from toolkit.recipe.sections import Model, Task
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.sharding import sharding_plan
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(4, 1, 1), Axes(1, 3, 1), Axes(2, 2, 1), Axes(1, 1, 2)], ids=str)
 def test_right_splits_pass(axes: Axes) -> None:

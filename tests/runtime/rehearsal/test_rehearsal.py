@@ -13,6 +13,8 @@ from toolkit.sessions.rehearse import Rehearsal, choose_ranks, refuse_unfakeable
 from toolkit.sessions.resolve import resolve
 from toolkit.units import GIB
 
+pytestmark = pytest.mark.slow
+
 PLANS = {"zero 2": ("strategy.name=zero", "strategy.zero_stage=2")}
 """Plans whose rehearsal is held to the measured bytes; docs/rehearsal.md says which are not yet."""
 BOUND = 0.01

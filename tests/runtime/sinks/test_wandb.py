@@ -17,6 +17,8 @@ from toolkit.runtime.sinks.wandb_sink import flat
 from toolkit.runtime.supervision.warm_pool import enter_worker
 from toolkit.secrets import HIDDEN, redact, redact_text, secrets_in
 
+pytestmark = pytest.mark.slow
+
 ENV_SECRET = "correct-horse-battery-staple"  # noqa: S105
 RECIPE_SECRET = "kept-in-a-vault-until-now"  # noqa: S105
 WANDB = ("metrics.wandb={mode: offline, project: tests, group: nightly, tags: [a, b]}", "metrics.detail_every=2")

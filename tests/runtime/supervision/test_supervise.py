@@ -21,6 +21,8 @@ from toolkit.run_dir import heartbeat
 from toolkit.run_dir.layout import RunDir, check
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
+pytestmark = pytest.mark.slow
+
 Watched = Callable[..., Outcome]
 
 
