@@ -206,7 +206,7 @@ def _run(spec: RehearsalSpec, ranks: Sequence[int], plan: Plan, progress: Progre
         env = environment({"DS_ACCELERATOR": "cpu" if spec.backend == "cpu" else "cuda"})
         with log.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(source), str(target)], env=env, stdout=output, stderr=output
+                [sys.executable, "-P", "-m", WORKER, str(source), str(target)], env=env, stdout=output, stderr=output
             )
             try:
                 _follow(process, target, total, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ PLANS = {"zero 2": ("strategy.name=zero", "strategy.zero_stage=2")}
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
 PLACE = "tests.runtime.rehearsal.planted_defects"
+
+
+@pytest.fixture(autouse=True)
+def planted_defects_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rehearsing processes do not look for modules in the current directory."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
 
 
 @pytest.fixture
