@@ -15,10 +15,11 @@ from rich.table import Table
 
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
+from toolkit.reports.figures import size
 from toolkit.runtime.rehearsal.report import PARTS, RoleReport
 from toolkit.sessions.rehearse import Rehearsal, rehearse, totals, verdict
 from toolkit.sessions.resolve import resolve
-from toolkit.units import GIB
+from toolkit.units import TERA
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,38 +56,35 @@ def _progress(done: int, total: int, left_seconds: float) -> None:
     print(f"rehearsed {done} of {total} ranks{left}", file=sys.stderr, flush=True)
 
 
-def _rows(result: Rehearsal) -> list[tuple[str, ...]]:
-    """Predicted bytes, then one row per rehearsed rank."""
+MEASURES = ("peak in a step", "start, device", "start, host", *PARTS, "TFLOP per step", "host syncs per step", "took")
+
+
+def _columns(result: Rehearsal) -> dict[str, tuple[str, ...]]:
+    """Heading → values in the order of `MEASURES`: the prediction, then one column per rehearsed rank."""
     memory = asdict(result.option.estimate.memory)
-    rows = [("predicted", _gib(result.predicted_bytes), "", *(_gib(memory[part]) for part in PARTS), "", "", "")]
+    predicted = (size(result.predicted_bytes), "", "", *(size(memory[part]) for part in PARTS), "", "", "")
+    columns = {"predicted": predicted}
     for role in result.roles:
         step = role.step
-        rows.append(
-            (
-                f"{role.rank} (stage {role.stage}, tensor {role.tensor}, data {role.data})",
-                _gib(step.device_peak_bytes),
-                f"{_gib(role.start.device_peak_bytes)} / {_gib(role.start.host_peak_bytes)}",
-                *(_gib(step.parts[part]) for part in PARTS),
-                f"{step.flops / 1e12:,.1f}",
-                str(sum(step.host_syncs.values())),
-                f"{role.wall_seconds:.0f} s",
-            )
+        columns[f"rank {role.rank} (stage {role.stage}, tensor {role.tensor}, data {role.data})"] = (
+            size(step.device_peak_bytes),
+            size(role.start.device_peak_bytes),
+            size(role.start.host_peak_bytes),
+            *(size(step.parts[part]) for part in PARTS),
+            f"{step.flops / TERA:,.2f}",
+            str(sum(step.host_syncs.values())),
+            f"{role.wall_seconds:.0f} s",
         )
-    return rows
-
-
-HEADINGS = ("rank", "peak GiB", "start device / host", *PARTS, "TFLOP", "host syncs", "took")
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.2f}"
+    return columns
 
 
 def _show(result: Rehearsal, console: Console) -> None:
-    table = Table(title=f"{result.option.plan.describe()}: live GiB per device in the last step")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading == "rank" else "right")
-    for row in _rows(result):
+    columns = _columns(result)
+    table = Table(title=f"{result.option.plan.describe()}: live bytes per device in the last step")
+    table.add_column("")
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for row in zip(MEASURES, *columns.values(), strict=True):
         table.add_row(*row)
     console.print(table)
     for line in _lines(result):
@@ -106,23 +104,25 @@ def _lines(result: Rehearsal) -> list[str]:
 def _details(role: RoleReport) -> list[str]:
     step = role.step
     lines = [
-        f"  {one.bytes / GIB:8.2f} GiB {one.part:11} {list(one.shape)} {one.dtype}: {one.where}" for one in step.largest
+        f"  {size(one.bytes):>10} {one.part:11} {list(one.shape)} {one.dtype}: {one.where}" for one in step.largest
     ]
     for row in totals(step.collectives):
-        lines.append(
-            f"  {row['kind']} over {len(row['group'])} ranks: {row['calls']} calls, {row['bytes'] / GIB:.2f} GiB"
-        )
+        lines.append(f"  {row['kind']} over {len(row['group'])} ranks: {row['calls']} calls, {size(row['bytes'])}")
     return lines + [f"  host waits {count} times: {site}" for site, count in step.host_syncs.items()]
 
 
 def _page(name: str, result: Rehearsal) -> str:
-    cells = "".join(f"<th>{html.escape(heading)}</th>" for heading in HEADINGS)
-    rows = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _rows(result))
+    columns = _columns(result)
+    cells = "".join(f"<th>{html.escape(heading)}</th>" for heading in ("", *columns))
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in zip(MEASURES, *columns.values(), strict=True)
+    )
     lines = "\n".join(html.escape(line) for line in _lines(result))
     return (
         f"<!doctype html><meta charset=utf-8><title>Rehearsal of {html.escape(name)}</title>"
         "<style>body{font:14px system-ui;margin:2em}td,th{padding:4px 10px;text-align:right}"
         "td:first-child{text-align:left}</style>"
         f"<h1>Rehearsal of {html.escape(name)}</h1><p>{html.escape(result.option.plan.describe())}: "
-        f"live GiB per device</p><table><tr>{cells}</tr>{rows}</table><pre>{lines}</pre>\n"
+        f"live bytes per device</p><table><tr>{cells}</tr>{rows}</table><pre>{lines}</pre>\n"
     )
