@@ -156,7 +156,7 @@ def test_an_index_of_more_elements_than_its_file_has_bytes_is_refused_before_it_
 STATES = {
     "an infinite counter": lambda s: s["counters"].update(optimizer_steps=float("inf")),
     "a huge counter": lambda s: s["counters"].update(skipped_steps=10**400),
-    "a counter that is no number": lambda s: s["counters"].update(skipped_steps=float("nan")),
+    "a counter that is NaN": lambda s: s["counters"].update(skipped_steps=float("nan")),
     "a counter as text": lambda s: s["counters"].update(skipped_steps="1"),
     "a true counter": lambda s: s["counters"].update(optimizer_steps=True),
     "a negative step": lambda s: s.update(step=-3),
