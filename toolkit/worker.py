@@ -26,7 +26,14 @@ if __name__ == "__main__":
 
 from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings, use_loopback
+from toolkit.launching.environment import (
+    PARENT,
+    adopt_slurm,
+    enter_start_directory,
+    free_port,
+    nccl_settings,
+    use_loopback,
+)
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
@@ -99,6 +106,7 @@ class Rank:
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
     """Run as one rank; the exit code is the contract's. `stop` is listening already, if given."""
     args = _parser().parse_intermixed_args(argv)  # overrides may stand behind --run-dir, too
+    enter_start_directory()
     adopt_slurm()
     parent = os.environ.get(PARENT)
     rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None, stop=stop or StopRequest())

@@ -13,6 +13,10 @@ from toolkit.errors import BadInput
 
 PARENT = "TOOLKIT_PARENT"
 """Environment variable with the supervisor's process id; a worker ends itself when that process is gone."""
+RENDEZVOUS = "TOOLKIT_RENDEZVOUS"
+"""Environment variable with the file through which the ranks of one host meet; without it they meet at MASTER_ADDR."""
+START_DIRECTORY = "TOOLKIT_START_DIRECTORY"
+"""Environment variable with the directory that a worker changes to, if its launcher was started in another one."""
 _EXPORTED = ("NCCL_", "GLOO_", "UCX_", "HF_", "TRANSFORMERS_", "WANDB_", "TORCH_", "OMP_", "DS_", "LD_LIBRARY_PATH")
 """Prefixes of the settings that are passed to other hosts."""
 NCCL_ALGORITHMS = {"ring": "Ring", "tree": "Tree"}
@@ -92,6 +96,12 @@ def use_loopback() -> None:
     for name in names[:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def enter_start_directory() -> None:
+    """Change to the directory in which the run was started, if the launcher was started elsewhere."""
+    if START_DIRECTORY in os.environ:
+        os.chdir(os.environ[START_DIRECTORY])
 
 
 def own_address() -> str:

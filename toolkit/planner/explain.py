@@ -32,9 +32,9 @@ REMEDIES = {
     "sp_comm": "a smaller sp or ep would help",
     "pp_bubble": "more micro-batches or fewer stages would help",
     "pp_comm": "a faster network or fewer stages would help",
-    "dp_comm": "a larger batch a device or a faster network would help",
+    "dp_comm": "a larger batch per device or a faster network would help",
     "optimizer": "fewer micro-batches, or states sharded and on the device, would help",
-    "fixed": "a larger batch a step would help",
+    "fixed": "a larger batch per step would help",
 }
 NAMES = {
     "params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations",

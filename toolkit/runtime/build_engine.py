@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import set_seed
 
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
@@ -15,6 +14,7 @@ from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.async_islands import Membership
+from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
@@ -84,7 +84,7 @@ def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
     """This rank's ZeRO 3 shards; the full model is never on one rank."""
     dtype = DTYPES[spec.plan.precision]
     model: torch.nn.Module = sharded_model(spec.model, spec.train.seed, spec.deepspeed, dtype)
-    set_seed(spec.train.seed)  # dropout draws the same numbers as after building the full model
+    rng.seed(spec.train.seed)  # dropout draws the same numbers as after building the full model
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model

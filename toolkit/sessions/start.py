@@ -18,7 +18,7 @@ from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.launching import environment, launchers
 from toolkit.launching.hostfile import Host, even_slots
-from toolkit.launching.launchers import Command, Node
+from toolkit.launching.launchers import Command
 from toolkit.launching.machine_checks import QUICK, CheckContext, examine
 from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.planner.search import Option
@@ -249,14 +249,10 @@ def _commands(
     run: RunDir, membership: Membership, ranks: int, first_local: int, local_size: int, backend: str
 ) -> list[Command]:
     """Return the workers of one island: a process group of their own, on devices that no other island uses."""
-    made = launchers.commands("local", run.path, ranks, backend, Node(processes=ranks, port=environment.free_port()))
+    made = launchers.commands("local", run.path, ranks, backend)
     env = {**membership.env(), "LOCAL_WORLD_SIZE": str(local_size)}
     return [
-        Command(
-            argv=command.argv,
-            env={**command.env, **env, "LOCAL_RANK": str(first_local + (command.rank or 0))},
-            rank=command.rank,
-        )
+        replace(command, env={**command.env, **env, "LOCAL_RANK": str(first_local + (command.rank or 0))})
         for command in made
     ]
 

@@ -78,6 +78,7 @@ def alone() -> Trajectory:
     return run(ONE)[0]
 
 
+@pytest.mark.slow
 def test_hierarchical_is_flat_and_sends_shards_between_hosts(alone: Trajectory) -> None:
     flat, before = run(FOUR)
     found, seen = run(FOUR, Reduce(algorithm="hierarchical"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import json
 import logging
@@ -91,6 +92,7 @@ def _prepare(world: World) -> None:
         skip_inference_build()
     else:
         accelerator.set_device(world.local_rank)
+    compile_on_first_call()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
@@ -113,6 +115,27 @@ def skip_inference_build() -> None:
     # By name, because the attribute `deepspeed.comm.torch` is PyTorch itself, which that package imports.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
+
+
+def compile_on_first_call() -> None:
+    """Keep DeepSpeed from importing torch's compiler when a ZeRO optimizer is made.
+
+    ZeRO (DeepSpeed 0.19.8) imports its Muon optimizer whatever optimizer is used, and that decorates three functions
+    with `torch.compile`: about two seconds of CPU per rank for a compiler that nothing calls. Here they are compiled
+    when they are first called. This can go when a ZeRO run no longer has `torch._inductor.compile_fx` in sys.modules.
+    """
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
+    compiler.compile = lambda: _compiled_on_first_call
+
+
+def _compiled_on_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 def device() -> torch.device:

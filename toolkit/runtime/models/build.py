@@ -16,12 +16,12 @@ from transformers import (
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
-    set_seed,
 )
 from transformers.initialization import no_init_weights
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Lora, Model
+from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models.first_weights import FileWeights, HostWeights, ScratchWeights, Weights, checkpoint_files
 from toolkit.runtime.models.parameter_shards import own_slice, replace_parameter, sites
@@ -66,7 +66,7 @@ def build_in_place(section: Model, seed: int, dtype: torch.dtype, device: str) -
     model, weights = skeleton(section), open_weights(section, seed)
     fill(model, weights, place=lambda tensor: tensor.to(device=device, dtype=dtype))
     weights.fill_buffers(model)
-    set_seed(seed)
+    rng.seed(seed)
     return model
 
 
@@ -82,7 +82,7 @@ def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreT
         model = _load_full(section, seed)
         if dequantized and _quantized(section):
             model = model.dequantize(dtype=torch.float32)
-    set_seed(seed)
+    rng.seed(seed)
     return model if section.lora is None else _with_adapters(model, section.lora, section.task)
 
 
@@ -144,7 +144,7 @@ def _load_full(section: Model, seed: int) -> PreTrainedModel:
             section.path, config=config, use_safetensors=True, **fresh, **options
         )
 
-    set_seed(seed)
+    rng.seed(seed)
     return _made(section, make)
 
 
