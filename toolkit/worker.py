@@ -29,6 +29,7 @@ from toolkit.errors import BadInput, RankFailed, ToolkitError
 from toolkit.launching.environment import (
     PARENT,
     adopt_slurm,
+    enter_device_environment,
     enter_start_directory,
     free_port,
     nccl_settings,
@@ -151,6 +152,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
+    enter_device_environment((args.run_dir or Path(resolved.recipe.output if resolved else ".")).absolute() / "logs")
     from toolkit.runtime.assemble import RankContext
     from toolkit.runtime.distributed import process_group
     from toolkit.runtime.distributed.rendezvous import Meeting
