@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from toolkit.launching.environment import cores_near, device_ordinal, device_set
 LOGS = Path("/runs/one/logs")
 
 
-def test_a_worker_gets_the_allocator_and_the_flight_recorder() -> None:
+def test_a_worker_gets_the_allocator_and_the_flight_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    assert "TORCH_FR_BUFFER_SIZE" in device_settings(os.environ, LOGS), "of a real process"
     assert device_settings({}, LOGS) == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_FR_BUFFER_SIZE": "2000",

@@ -78,7 +78,7 @@ def device_settings(env: Mapping[str, str], logs: Path) -> dict[str, str]:
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     older = {"TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE": _OLD_DUMP}
-    return {key: value for key, value in wanted.items() if key not in env and older.get(key) not in env}
+    return {key: value for key, value in wanted.items() if key not in env and older.get(key, key) not in env}
 
 
 def device_ordinal(local_rank: int, visible: int) -> int:
