@@ -39,8 +39,8 @@ from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
-from toolkit.runtime.sharding.collectives import TensorGroup, copy_in
-from toolkit.runtime.sharding.shard_model import ReplicaCheck, shard, sum_partial_gradients
+from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head
 
@@ -190,9 +190,7 @@ def _sharded(
     if reason or not isinstance(loss, VocabularyLoss):
         print(f"the loss is computed from logits: {reason or 'the head is not sliced by vocabulary'}")
         return loss
-    in_head = head_loss.HeadLoss(head_loss.Transform.of(model.config), group, loss.start)
-    head_loss.install(model, in_head, lambda hidden: copy_in(hidden, group))
-    return in_head
+    return loss_in_shards(model, group, loss)
 
 
 def tensor_group(mesh: Mesh) -> TensorGroup:
