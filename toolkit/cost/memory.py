@@ -7,6 +7,7 @@ from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, layer_shape, of_plan
 from toolkit.cost.operators import LayerShape
 from toolkit.cost.optimizer_step import MOMENTS, state_shards
+from toolkit.cost.start import start_bytes
 from toolkit.plans.deepspeed_config import bucket_elements
 from toolkit.plans.plan import Job, Plan
 
@@ -56,6 +57,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
     parts["host"] = _host_bytes(e, params)
+    start = start_bytes(e, params, _buffers(e, params))
+    parts["start"], parts["host_start"] = start.device + _overhead(e, start.device, cal), start.host
     return Memory(**{name: int(size) for name, size in parts.items()})
 
 

@@ -43,23 +43,19 @@ def reduce_to_owners(
     pieces: Sequence[torch.Tensor],
     communication_data_type: torch.dtype,
     *,
-    divide: bool,
-    process_group: Any,
     bucket_ranks: Sequence[frozenset[int]],
     output_bucket: Sequence[torch.Tensor | None],
-    log: Any = None,
+    **settings: Any,
 ) -> None:
     """Sum the pieces of a bucket on the ranks that own them: half the bytes of the all-reduce that this replaces.
 
     Takes the arguments of DeepSpeed's `allreduce_and_copy_with_multiple_ranks`, and runs on the same stream.
     """
-    rank = dist.get_rank(group=process_group)
+    rank = dist.get_rank(group=settings["process_group"])
     waits_for_stream = optimizer.overlap_comm and not get_accelerator().resolves_data_dependency()
     for (owner,), places in _by_owner(bucket_ranks).items():
         own = [pieces[place] for place in places]
-        total = optimizer.allreduce_bucket(
-            own, communication_data_type, rank=owner, divide=divide, process_group=process_group
-        )
+        total = optimizer.allreduce_bucket(own, communication_data_type, rank=owner, **settings)
         if waits_for_stream:
             total.record_stream(optimizer.reduction_stream)
         if rank != owner:
