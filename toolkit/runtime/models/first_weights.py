@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from toolkit.runtime.models.parameter_shards import layout_of, own_slice
-from toolkit.runtime.models.stored_tensors import Stored, flat_range, full_tensor, own_part
+from toolkit.runtime.models.stored_tensors import Stored, TensorFile, flat_range, full_tensor, own_part
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -225,8 +224,7 @@ def checkpoint_files(path: str) -> dict[str, str]:
     single = cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False)
     if single is None:
         return {}
-    with safe_open(single, framework="pt") as file:
-        return {name: str(single) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return dict.fromkeys(TensorFile(single).names(), str(single))
 
 
 def unit_of(model: torch.nn.Module, name: str) -> str:

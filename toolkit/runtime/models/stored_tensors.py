@@ -72,6 +72,10 @@ class TensorFile:
             raise _broken(path, "its header is not a JSON object") from None
         self._start, self._bytes = 8 + length, size - 8 - length
 
+    def names(self) -> list[str]:
+        """Names of its tensors."""
+        return list(self._entries)
+
     def entry(self, key: str) -> tuple[torch.dtype, tuple[int, ...], int]:
         """(data type, shape, offset in the file) of a tensor."""
         try:
