@@ -67,7 +67,9 @@ def test_losses_are_those_of_the_full_model(section: Model, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero 2", "zero 3"])
 def test_adapters_too(section: Model, name: str) -> None:
-    own, before = both(replace(section, lora=Lora(rank=4, dropout=0.1)), PLANS[name])
+    """peft 0.21 refuses dropout before adapters of fused experts."""
+    dropout = 0.0 if "mixtral" in str(section.path) else 0.1
+    own, before = both(replace(section, lora=Lora(rank=4, dropout=dropout)), PLANS[name])
     assert own == before
 
 

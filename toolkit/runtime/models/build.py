@@ -260,7 +260,7 @@ def _digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     weights = torch.arange(1, 2 * CHUNK_WORDS, 2, device=data.device)
-    sums = [(chunk * weights[: chunk.numel()]).sum() for chunk in words.split(CHUNK_WORDS)]
+    sums = [(chunk * weights[: chunk.numel()]).sum() for chunk in torch.split(words, CHUNK_WORDS)]
     digest = hashlib.blake2b(data[words.numel() * 8 :].cpu().numpy().tobytes(), digest_size=16)
     if sums:
         digest.update(torch.stack(sums).cpu().numpy().tobytes())

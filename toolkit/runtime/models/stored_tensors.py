@@ -91,7 +91,7 @@ class TensorFile:
     def read(self, dtype: torch.dtype, offset: int, elements: int) -> torch.Tensor:
         """Consecutive elements from an offset."""
         data = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
-        target = memoryview(data.numpy())
+        target = memoryview(data.numpy())  # type: ignore[arg-type]
         self._file.seek(offset)
         while target:
             done = self._file.readinto(target)
