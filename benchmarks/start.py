@@ -85,7 +85,7 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def own_start(path: str, plan: Plan, params: int, *, steps: bool) -> Start:
+def own_start(path: str, plan: Plan, params: int, steps: bool) -> Start:
     """As one rank: the toolkit's start."""
     watch = Watch()
     train = Train(global_batch=plan.global_batch, steps=1, lr=1e-4)
@@ -102,7 +102,7 @@ def own_start(path: str, plan: Plan, params: int, *, steps: bool) -> Start:
     return Start(start, watch.peak_bytes() if steps else 0, made, watch.seconds() if steps else 0.0, loss)
 
 
-def peer_start(path: str, plan: Plan, params: int, *, steps: bool) -> Start:
+def peer_start(path: str, plan: Plan, params: int, steps: bool) -> Start:
     """As one rank: what a person writes with transformers and DeepSpeed. Tensor parallel is DeepSpeed's AutoTP.
 
     A pipeline has no such two lines: its peer is ZeRO 1 with the complete model on every rank.
@@ -155,17 +155,11 @@ def bound_bytes(name: str, model: torch.nn.Module) -> float:
 
 def measured(function: Callable[..., Start], path: str, plan: Plan, params: int, *, steps: bool) -> list[Start]:
     """One start on four ranks."""
-    results: list[Any] = call_on_ranks(
-        _with_steps, function, path, plan, params, steps, nproc=RANKS, timeout_seconds=900
-    )
+    results: list[Any] = call_on_ranks(function, path, plan, params, steps, nproc=RANKS, timeout_seconds=900)
     failure = first_failure(results)
     if failure is not None:
         raise RuntimeError(f"{failure.reason}\n{failure.details}")
     return results
-
-
-def _with_steps(function: Callable[..., Start], path: str, plan: Plan, params: int, steps: bool) -> Start:
-    return function(path, plan, params, steps=steps)
 
 
 def main() -> None:

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.start import own_start
 from tests.helpers.parallel import ADAM, ONE, assert_same, model, run, train_as_rank
+from tests.helpers.planning import cluster, job
+from toolkit.cost.memory import memory
+from toolkit.models.spec import read_model_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Lora, Model, Train
 from toolkit.run_dir.trajectory import Trajectory
@@ -95,3 +99,27 @@ def test_a_rank_with_another_file_is_named(name: str, tmp_path: Path) -> None:
     results = call_on_ranks(own_file, str(tmp_path), PLANS[name], nproc=2)
     reasons = [result.reason for result in results if isinstance(result, Failure)]
     assert any("rank 1 starts with other weights than rank 0 in 1 parameters, first model.norm" in r for r in reasons)
+
+
+WIDE = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 32000,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+NOISE_BYTES = 48 * 2**20
+"""What libraries take on first use, whatever the size of the model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero 1", "zero 3", "tensor"])
+def test_the_predicted_start_is_the_measured_one(name: str, tmp_path: Path) -> None:
+    section = Model(config=WIDE, init="scratch", precision="bf16")
+    build.build_in_place(section, 0, torch.bfloat16, "cpu").save_pretrained(tmp_path)
+    machines = cluster(per_node=2)
+    machines = replace(machines, device=replace(machines.device, backend="cpu"))
+    spec = read_model_config(WIDE)
+    plan = PLANS[name]
+    predicted = memory(plan, job(spec, machines, global_batch=plan.global_batch, seq_len=16)).start
+    results = call_on_ranks(own_start, str(tmp_path), plan, spec.params, False, nproc=2)
+    assert first_failure(results) is None, first_failure(results)
+    measured = max(result.start_bytes for result in results)
+    assert 0.7 * predicted <= measured <= 1.15 * predicted + NOISE_BYTES, (predicted, measured)

@@ -28,26 +28,30 @@ def start_bytes(e: Execution, params: float, buckets: float) -> StartBytes:
     """
     ranks = min(e.cluster.devices_per_node, e.cluster.devices)
     device = _sharded(e, params, buckets) if e.zero_stage == 3 and e.pp == 1 else _complete(e, params)
-    host = max(4.0 * _largest_unit(e), _defragmented(e, params)) + _offloaded(e, params)
+    filling = max(4.0 * _largest_unit(e), _defragmented(e, params))
     if e.quantized_base:  # bitsandbytes quantises the complete model on its way to the device
-        host = max(host, e.element_bytes * params)
+        filling = max(filling, e.element_bytes * params)
     if e.cluster.device.backend == "cpu":
-        return StartBytes(device + host, 0.0)
-    return StartBytes(device, host * ranks)
+        weights = e.element_bytes * params / (state_shards(e) if e.zero_stage == 3 and e.pp == 1 else 1)
+        return StartBytes(max(device, weights + filling) + _offloaded(e, params), 0.0)
+    return StartBytes(device, (filling + _offloaded(e, params)) * ranks)
 
 
 def _complete(e: Execution, params: float) -> float:
     """Bytes where every rank holds complete weights: ZeRO 0 to 2, and pipelines.
 
-    DeepSpeed 0.19.8 copies all trained weights into one flat buffer before it frees them, then makes fp32 masters.
+    DeepSpeed 0.19.8 copies all trained weights into one flat buffer before it frees them, then makes fp32 masters, and
+    gradients of zeros for them.
     Without ZeRO it takes a step with zero gradients: masters, gradients and two moments of all trained weights.
     """
     weights, trained = e.element_bytes * params, params * e.trained_share
     if e.zero_stage == 0:
         return weights + (16.0 * trained if e.element_bytes == 2 and e.master_weights else 0.0)
-    masters = 0.0 if e.offload != "none" else 4.0 * trained / state_shards(e)
-    sums = 4.0 * trained if e.accumulates_apart else 0.0
-    return weights + max(e.element_bytes * trained, masters + sums)
+    masters = 4.0 * trained / state_shards(e)
+    states = 0.0 if e.offload != "none" else 2 * masters
+    if e.accumulates_apart:
+        states = masters + 4.0 * trained
+    return weights + max(e.element_bytes * trained, states)
 
 
 def _sharded(e: Execution, params: float, buckets: float) -> float:
