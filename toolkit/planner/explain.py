@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from toolkit.cost.estimate import Memory, Time
+from toolkit.cost.estimate import APART, Memory, Time
+from toolkit.cost.start import start_reason
 from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import scaled_lr
@@ -57,7 +58,9 @@ def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int) -> str:
     """Why a plan does not fit, with the largest parts of its memory."""
     if used.total > limit_bytes:
         return f"needs {_gib(used.total)} of {_gib(limit_bytes)} GiB: {_parts(used)}"
-    return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+    if used.host > host_limit_bytes:
+        return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+    return start_reason(used, limit_bytes, host_limit_bytes)
 
 
 def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:
@@ -89,7 +92,7 @@ def _changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _parts(used: Memory) -> str:
-    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name != "host"}
+    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name not in APART}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{NAMES[name]} {_gib(size)}" for name, size in largest)
 

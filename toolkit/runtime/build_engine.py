@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedModel
 
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
@@ -15,7 +16,6 @@ from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.async_islands import Membership
-from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
@@ -30,6 +30,7 @@ from toolkit.runtime.models.build import (
     can_start_in_place,
     check_same_weights,
     fill,
+    freed_at_once,
     open_weights,
     recompute_layers,
     skeleton,
@@ -63,13 +64,14 @@ class EngineSpec:
 def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
     mesh = _mesh(spec, world)
-    if spec.plan.pp > 1:
-        return _pipeline(spec, mesh)
-    if spec.plan.tensor_by == "autotp":
-        return _autotp(spec, mesh)
-    if spec.plan.tp > 1:
-        return _tensor(spec, mesh)
-    return _replica(spec, mesh)
+    with freed_at_once():
+        if spec.plan.pp > 1:
+            return _pipeline(spec, mesh)
+        if spec.plan.tensor_by == "autotp":
+            return _autotp(spec, mesh)
+        if spec.plan.tp > 1:
+            return _tensor(spec, mesh)
+        return _replica(spec, mesh)
 
 
 def build_async_island(spec: EngineSpec, world: World, membership: Membership) -> AsyncIslandEngine:
@@ -89,7 +91,6 @@ def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
     """This rank's ZeRO 3 shards; the full model is never on one rank."""
     dtype = DTYPES[spec.plan.precision]
     model: torch.nn.Module = sharded_model(spec.model, spec.train.seed, spec.deepspeed, dtype)
-    rng.seed(spec.train.seed)  # dropout draws the same numbers as after building the full model
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model
@@ -99,11 +100,11 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
     """The complete model on this rank, the same on all."""
     model: torch.nn.Module
     if can_start_in_place(spec.model):
-        place = get_accelerator().current_device_name()
-        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], place)
+        device = get_accelerator().current_device_name()
+        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], device)
     else:
         model = build_model(spec.model, spec.train.seed)
-    check_same_weights(model)
+    check_same_weights(dict(model.named_parameters()))
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model
@@ -131,7 +132,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
     model = skeleton(spec.model)
     loss = _sharded(spec, model, group)
-    fill(model, open_weights(spec.model, spec.train.seed))
+    _fill_own(model, spec)
     sum_partial_gradients(model, group)
     if spec.plan.recompute == "full":
         recompute_layers(model)
@@ -139,6 +140,18 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     check = ReplicaCheck(model.named_parameters(), group)
     parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+
+
+def _fill_own(
+    model: PreTrainedModel, spec: EngineSpec, named: Mapping[str, torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """Give a rank's part of a skeleton its weights, one tensor at a time, in the run's precision on its device."""
+    weights, device = open_weights(spec.model, spec.train.seed), get_accelerator().current_device_name()
+    dtype = DTYPES[spec.plan.precision]
+    filled = fill(model, weights, named, place=lambda own: own.to(device=device, dtype=dtype))
+    weights.fill_buffers(model)
+    check_same_weights(filled)
+    return filled
 
 
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -159,7 +172,7 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     else:
         loss = _loss_in_head(spec, model)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
-    stage.parameters_by_name = fill(model, open_weights(spec.model, seed), stage.parameters_by_name)
+    stage.parameters_by_name = _fill_own(model, spec, stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)
     if plan.recompute == "full":

@@ -122,6 +122,15 @@ def test_heads_of_these_models_compute_the_loss(kind: str) -> None:
     assert why_not(Model(config={"model_type": kind}, precision="fp32")) == ""
 
 
+def test_a_trial_leaves_the_random_generators_alone() -> None:
+    """Dropout would draw the same numbers whatever the seed of the run."""
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    why_not(Model(config={"model_type": "llama"}, precision="fp32"))
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_a_model_with_another_loss_keeps_its_logits() -> None:
     assert "another loss" in why_not(
         Model(config={"model_type": "llama"}, precision="fp32", task="sequence-classification")

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from toolkit.errors import first_line
 from toolkit.recipe.sections import Model
+from toolkit.runtime.distributed import rng
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE
@@ -282,6 +283,7 @@ def why_not(section: Model) -> str:
     """Why a model's loss needs complete logits; empty if it does not. Tried on a tiny model."""
     if section.task not in (None, "causal-lm"):
         return f"{section.task} has another loss"
+    before = rng.capture()
     try:
         tiny = Model(
             config=tiny_config(load_config(section)), init="scratch", precision="fp32", attention=section.attention
@@ -294,6 +296,8 @@ def why_not(section: Model) -> str:
         return _difference(plain, fused, loss)
     except Exception as error:
         return f"a trial on a tiny model failed: {first_line(error)}"
+    finally:
+        rng.restore(before)  # building a model seeds all generators, and dropout draws from them
 
 
 def unfit_head(model: Any) -> str:
