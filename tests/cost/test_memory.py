@@ -36,7 +36,7 @@ def test_the_7b_shape_counts_as_published() -> None:
     ("stage", "params", "grads", "optimizer"),
     [
         (0, 2 * PSI, 2 * PSI, 12 * PSI),
-        (1, 2 * PSI, 2 * PSI, 12 * PSI / 8),
+        (1, 2 * PSI, 4 * PSI, 12 * PSI / 8),  # micro-batches are summed in fp32
         (2, 2 * PSI, 2 * PSI / 8, 12 * PSI / 8),
         (3, 2 * PSI / 8, 2 * PSI / 8, 12 * PSI / 8),
     ],
@@ -46,6 +46,15 @@ def test_zero_stages_shard_states_as_in_the_paper(stage: int, params: float, gra
     assert found.params == pytest.approx(params, abs=2)
     assert found.grads == pytest.approx(grads, abs=2)
     assert found.optimizer == pytest.approx(optimizer, abs=2)
+
+
+def test_one_micro_batch_of_zero_1_is_not_summed() -> None:
+    found, two = (
+        memory(plan(1, micro_batch=8, grad_accum=1), job()),
+        memory(plan(2, micro_batch=8, grad_accum=1), job()),
+    )
+    assert found.grads == 2 * PSI
+    assert found.total == pytest.approx(two.total, rel=0.02)
 
 
 def test_fp32_needs_no_master_copy_without_zero() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+APART = ("host", "start", "host_start")
+"""Fields of `Memory` that are not bytes of a step on the device."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -27,11 +30,25 @@ class Memory:
     """Device context, libraries, fragmentation."""
     host: int = 0
     """Bytes on the host of one node (offload); not part of `total`."""
+    start: int = 0
+    """Peak on the device until the engine exists, overhead included; not part of `total`."""
+    host_start: int = 0
+    """Peak on the host of one node until the engine exists; not part of `total`."""
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+        """Bytes on the device in a step."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name not in APART)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the device must have: for a step, or for the start if that needs more."""
+        return max(self.total, self.start)
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes that the host of a node must have."""
+        return max(self.host, self.host_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,4 +97,4 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the plan fits on device and host."""
-        return self.memory.total <= self.memory_limit_bytes and self.memory.host <= self.host_limit_bytes
+        return self.memory.peak <= self.memory_limit_bytes and self.memory.host_peak <= self.host_limit_bytes

@@ -9,6 +9,7 @@ from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
 from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
+from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
@@ -96,6 +97,8 @@ class Execution:
     """Whether gradients are reduced inside hosts first, then in shards between them."""
     drops_gradients: bool = False
     """Whether gradients are freed after each update (DeepSpeed) instead of staying in buffers (Megatron)."""
+    accumulates_apart: bool = False
+    """Whether fp32 gradients of all parameters stay allocated between steps (DeepSpeed's `BF16_Optimizer`)."""
     master_weights: bool = True
     """Whether 16-bit training keeps fp32 weights and states."""
 
@@ -161,7 +164,8 @@ def lora_params(model: ModelSpec, rank: int) -> int:
 def of_plan(plan: Plan, job: Job) -> Execution:
     """The execution of a plan by DeepSpeed with a Hugging Face model."""
     work = job.workload
-    overlap = plan.pp == 1 and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
+    reduces_early = plan.zero_stage > 0 and plan.pp == 1 and not accumulates_apart(plan)
+    overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     software = _deepspeed(flash=work.flash_attention, overlap=overlap)
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
@@ -173,7 +177,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
-        drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
+        drops_gradients=True, accumulates_apart=accumulates_apart(plan),
+        offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
         exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
         exchange_states=work.exchange_states,

@@ -7,6 +7,7 @@ from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, layer_shape, of_plan
 from toolkit.cost.operators import LayerShape
 from toolkit.cost.optimizer_step import MOMENTS, state_shards
+from toolkit.cost.start import start_bytes
 from toolkit.plans.deepspeed_config import bucket_elements
 from toolkit.plans.plan import Job, Plan
 
@@ -56,6 +57,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
     parts["host"] = _host_bytes(e, params)
+    start = start_bytes(e, params, _buffers(e, params))
+    parts["start"], parts["host_start"] = start.device + _overhead(e, start.device, cal), start.host
     return Memory(**{name: int(size) for name, size in parts.items()})
 
 
@@ -135,7 +138,7 @@ def _has_second_copy(e: Execution, params: float) -> bool:
 def _grad_bytes(e: Execution, params: float) -> float:
     """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share
-    width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
+    width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
     if e.zero_stage < 2 or e.pp > 1:
         return width * trained
     return 0.0 if e.offload != "none" else width * trained / state_shards(e)
@@ -174,7 +177,7 @@ def _gathered(e: Execution) -> float:
 
 def _buffers(e: Execution, params: float) -> float:
     """Bytes of the reduction buckets, allocated in full; two of them if reduction overlaps with the backward pass."""
-    if e.zero_stage == 0 or (e.replicas == 1 and not e.drops_gradients):
+    if e.zero_stage == 0 or e.accumulates_apart or (e.replicas == 1 and not e.drops_gradients):
         return 0.0
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
     buckets = 2 if e.software.dp_overlap else 1
@@ -192,6 +195,8 @@ def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
     if e.offload != "none" or not e.master_weights:
         return 0.0
     trained = params * e.trained_share
+    if e.accumulates_apart:  # fp32 gradients are updated in place; a copy in 16 bits is sent
+        return max(0.0, e.element_bytes * trained - parts["activations"] - parts["logits"])
     need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
     if e.drops_gradients and e.replicas > 1:
         flat = e.element_bytes * min(_own_bucket(e) if e.zero_stage else e.bucket_elements or BUCKET_ELEMENTS, trained)

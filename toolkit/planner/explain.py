@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from toolkit.cost.estimate import Memory, Time
+from toolkit.cost.start import start_reason
 from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import scaled_lr
@@ -57,7 +58,9 @@ def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int) -> str:
     """Why a plan does not fit, with the largest parts of its memory."""
     if used.total > limit_bytes:
         return f"needs {_gib(used.total)} of {_gib(limit_bytes)} GiB: {_parts(used)}"
-    return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+    if used.host > host_limit_bytes:
+        return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+    return start_reason(used, limit_bytes, host_limit_bytes)
 
 
 def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:

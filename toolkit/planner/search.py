@@ -99,7 +99,7 @@ def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
 def fits(used: Memory, job: Job) -> bool:
     """Whether the plan fits on device and host."""
     limit, host_limit = limits(job)
-    return used.total <= limit and used.host <= host_limit
+    return used.peak <= limit and used.host_peak <= host_limit
 
 
 def limits(job: Job) -> tuple[int, int]:
@@ -161,7 +161,7 @@ class Search:
         key = _memory_key(plan)
         self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
         limit, host_limit = limits(self._job)
-        need = max(used.total / limit, used.host / max(1, host_limit))
+        need = max(used.peak / limit, used.host_peak / max(1, host_limit))
         if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
             self._nearest[plan.strategy] = need, plan, used
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import set_seed
+from transformers import PreTrainedModel
 
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
@@ -84,7 +85,6 @@ def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
     """This rank's ZeRO 3 shards; the full model is never on one rank."""
     dtype = DTYPES[spec.plan.precision]
     model: torch.nn.Module = sharded_model(spec.model, spec.train.seed, spec.deepspeed, dtype)
-    set_seed(spec.train.seed)  # dropout draws the same numbers as after building the full model
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model
@@ -94,11 +94,11 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
     """The complete model on this rank, the same on all."""
     model: torch.nn.Module
     if can_start_in_place(spec.model):
-        place = get_accelerator().current_device_name()
-        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], place)
+        device = get_accelerator().current_device_name()
+        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], device)
     else:
         model = build_model(spec.model, spec.train.seed)
-    check_same_weights(model)
+    check_same_weights(dict(model.named_parameters()))
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model
@@ -124,7 +124,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
     model = skeleton(spec.model)
     loss = shard(model, group, sliced_logits=follows_head(spec.model))
-    fill(model, open_weights(spec.model, spec.train.seed))
+    _fill_own(model, spec)
     sum_partial_gradients(model, group)
     if spec.plan.recompute == "full":
         recompute_layers(model)
@@ -132,6 +132,18 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     check = ReplicaCheck(model.named_parameters(), group)
     parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+
+
+def _fill_own(
+    model: PreTrainedModel, spec: EngineSpec, named: Mapping[str, torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """Give a rank's part of a skeleton its weights, one tensor at a time, in the run's precision on its device."""
+    weights, device = open_weights(spec.model, spec.train.seed), get_accelerator().current_device_name()
+    dtype = DTYPES[spec.plan.precision]
+    filled = fill(model, weights, named, place=lambda own: own.to(device=device, dtype=dtype))
+    weights.fill_buffers(model)
+    check_same_weights(filled)
+    return filled
 
 
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -152,7 +164,7 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
         owned = lambda name: mesh.pipe in split.owners[name]  # noqa: E731
         loss = shard(model, group, owned, sliced_logits=follows_head(spec.model))
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
-    stage.parameters_by_name = fill(model, open_weights(spec.model, seed), stage.parameters_by_name)
+    stage.parameters_by_name = _fill_own(model, spec, stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)
     if plan.recompute == "full":

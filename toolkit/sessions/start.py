@@ -15,6 +15,7 @@ from rich.console import Console
 
 from toolkit.checkpoints import store
 from toolkit.clusters.reader import of_nodes
+from toolkit.cost.estimate import APART
 from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.launching import environment, launchers
 from toolkit.launching.hostfile import Host, even_slots
@@ -170,7 +171,7 @@ def under(resolved: Resolved, option: Option) -> Resolved:
 def explain_out_of_memory(resolved: Resolved, option: Option | None, run: RunDir) -> str:
     """Say what was predicted, by part, what was measured, and what to try."""
     memory = resolved.chosen.estimate.memory
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(memory).items() if size and name != "host")
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(memory).items() if size and name not in APART)
     lines = [
         f"out of memory under {resolved.chosen.plan.describe()}",
         f"predicted: {memory.total / GIB:.2f} GiB of {resolved.chosen.estimate.memory_limit_bytes / GIB:.2f} ({parts})",

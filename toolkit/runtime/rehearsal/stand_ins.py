@@ -52,6 +52,11 @@ class EmptyWeights:
         for name, wanted in ranges.items():
             yield name, [torch.empty(high - low, dtype=self._like[name][1]) for low, high in wanted]
 
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Empty slices on the host."""
+        for name, parameter in parameters.items():
+            yield name, torch.empty(parameter.shape, dtype=parameter.dtype)
+
     def fill_buffers(self, model: torch.nn.Module) -> None:
         """A skeleton's buffers stay as they are."""
 
