@@ -76,7 +76,7 @@ def same_figures(role: RoleReport, whole: RoleReport) -> None:
 @pytest.mark.parametrize(
     ("plan", "defect", "ranks", "words"),
     [
-        ("zero 2", "extra_collective", (0, 1), "3 float32 at tests/runtime/rehearsal/planted_defects.py"),
+        ("zero 2", "extra_collective", (0, 1), "allreduce of 3 float32"),
         ("zero 2", "smaller_buckets", (0, 1), "stage_1_and_2.py"),
         ("zero 2", "swapped_order", (0, 1), "call"),
         ("zero 3", "gather_on_one_rank", (0, 1), "partition_parameters.py"),

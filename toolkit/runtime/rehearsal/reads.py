@@ -24,6 +24,8 @@ SKIPPED = (
     "toolkit/runtime/rehearsal/",
 )
 KNOWN: dict[tuple[str, str], int | float | bool] = {
+    ("deepspeed/runtime/pipe/engine.py", "__init__"): 1,
+    ("deepspeed/runtime/utils.py", "clip_tensors_by_global_norm"): True,
     ("deepspeed/runtime/utils.py", "get_weight_norm"): 1.0,
     ("deepspeed/runtime/utils.py", "has_overflow"): 0,
     ("deepspeed/runtime/utils.py", "has_overflow_serial"): False,
@@ -42,6 +44,9 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/islands/engine.py", "evaluate"): 1.0,
     ("toolkit/runtime/models/micro_batch.py", "counted"): 1,
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
+    ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,
+    ("toolkit/runtime/sharding/shard_model.py", "finish"): False,
+    ("transformers/masking_utils.py", "find_packed_sequence_indices"): False,
 }
 """(end of the file's path, function) → the number that it gets."""
 

@@ -17,7 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from toolkit.errors import ToolkitError, first_line
 from toolkit.runtime.rehearsal import stand_ins
@@ -119,7 +123,7 @@ def _child(spec: RehearsalSpec, rank: int, world: int, heard: list[Any], path: P
     report: RoleReport | RoleFailed
     try:
         report = rehearse_rank(spec, rank, world, heard)
-    except UnsupportedOperatorException as error:
+    except (UnsupportedOperatorException, DataDependentOutputException, DynamicOutputShapeException) as error:
         report = RoleFailed(rank, f"the operator {error.func} can't run on fake tensors", True, traceback.format_exc())
     except UnknownRead as error:
         report = RoleFailed(rank, f"{error}: it has no known answer on fake tensors", True, traceback.format_exc())
