@@ -147,7 +147,7 @@ def _grad_bytes(e: Execution, params: float) -> float:
     """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share
     width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
-    if e.zero_stage < 2 or e.pp > 1:
+    if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
         return width * trained
     if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):
         width = 4  # shards are summed in fp32; ZeRO 3 keeps a buffer for them between steps, too
@@ -224,7 +224,9 @@ def _freed(e: Execution, parts: dict[str, float]) -> float:
     if not e.drops_gradients:
         return freed + parts["gathered"]
     in_use = IN_USE_LAYERS * e.element_bytes * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else 0.0
-    return freed + in_use + (parts["grads"] if e.zero_stage == 1 else 0.0)  # ZeRO 1 has moved gradients into shards
+    return (
+        freed + in_use + (parts["grads"] if e.zero_stage == 1 and not e.frees_gradients else 0.0)
+    )  # ZeRO 1 has moved gradients into shards
 
 
 def _largest_bucket(e: Execution) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from toolkit.cost.estimate import Memory, Time
+from toolkit.cost.estimate import APART, Memory, Time
 from toolkit.cost.start import start_reason
 from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
@@ -92,7 +92,7 @@ def _changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _parts(used: Memory) -> str:
-    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name != "host"}
+    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name not in APART}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{NAMES[name]} {_gib(size)}" for name, size in largest)
 

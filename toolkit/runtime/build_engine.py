@@ -29,6 +29,7 @@ from toolkit.runtime.models.build import (
     can_start_in_place,
     check_same_weights,
     fill,
+    freed_at_once,
     open_weights,
     recompute_layers,
     skeleton,
@@ -61,13 +62,14 @@ class EngineSpec:
 def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
     mesh = _mesh(spec, world)
-    if spec.plan.pp > 1:
-        return _pipeline(spec, mesh)
-    if spec.plan.tensor_by == "autotp":
-        return _autotp(spec, mesh)
-    if spec.plan.tp > 1:
-        return _tensor(spec, mesh)
-    return _replica(spec, mesh)
+    with freed_at_once():
+        if spec.plan.pp > 1:
+            return _pipeline(spec, mesh)
+        if spec.plan.tensor_by == "autotp":
+            return _autotp(spec, mesh)
+        if spec.plan.tp > 1:
+            return _tensor(spec, mesh)
+        return _replica(spec, mesh)
 
 
 def build_async_island(spec: EngineSpec, world: World, membership: Membership) -> AsyncIslandEngine:

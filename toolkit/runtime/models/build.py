@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -228,6 +230,30 @@ def recompute_layers(model: PreTrainedModel) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Return freed tensors to the operating system at once, while a model is built.
+
+    glibc keeps freed blocks of up to 32 MiB once it has seen larger ones come and go, and a start makes and frees every
+    tensor of a model: a rank of ZeRO 3 held 1.35 GiB where 0.9 were in use. Afterwards the limits are those that glibc
+    reaches by itself. Other C libraries are left alone.
+    """
+    limit = getattr(ctypes.CDLL(None), "mallopt", None)
+    if limit is None:
+        yield
+        return
+    limit(M_MMAP_THRESHOLD, 2**20)
+    try:
+        yield
+    finally:
+        limit(M_MMAP_THRESHOLD, 32 * 2**20)
+        limit(M_TRIM_THRESHOLD, 64 * 2**20)
+
+
 def check_same_weights(named: Mapping[str, torch.nn.Parameter]) -> None:
     """Stop if ranks that hold the same weights, or the same slice of them, start with different values.
 
@@ -251,7 +277,7 @@ def _held(name: str, parameter: torch.nn.Parameter) -> str:
     return f"{name}, slice {layout.index} of {layout.ranks} along {layout.dim}" if layout else name
 
 
-CHUNK_WORDS = 2**20
+CHUNK_WORDS = 2**16
 """Words of 8 bytes that are summed into one number."""
 
 
