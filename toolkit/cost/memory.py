@@ -80,7 +80,8 @@ def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> 
             tail = max(tail, norm(e, LAST_NORM_LIVE))
     if e.drops_gradients and not last:
         kept += ARRIVED * layer_input_bytes(e)
-    if not e.drops_gradients or e.grad_accum > 1 or not last:
+    stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
+    if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
         return kept + max(tail, live) - logits
     return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
 
