@@ -53,6 +53,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         parts["optimizer"] += _exchange_bytes(e, params)
     kept = kept_bytes(e, layers, _in_flight(e, index))
     parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
+    if _without_buckets(e, parts):
+        parts["buffers"] = 0.0
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
@@ -78,9 +80,16 @@ def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> 
             tail = max(tail, norm(e, LAST_NORM_LIVE))
     if e.drops_gradients and not last:
         kept += ARRIVED * layer_input_bytes(e)
-    if not e.drops_gradients or e.grad_accum > 1 or not last:
+    stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
+    if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
         return kept + max(tail, live) - logits
     return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
+
+
+def _without_buckets(e: Execution, parts: dict[str, float]) -> bool:
+    """Whether the peak is where the gradients of the logits appear: ZeRO 1 and 2 have no buckets yet (rehearsed)."""
+    late = e.drops_gradients and e.zero_stage in (1, 2) and e.cluster.device.backend != "cpu" and e.pp == 1
+    return late and parts["logits"] > live_bytes(e) + parts["buffers"]
 
 
 def _last_layers(e: Execution) -> int:
@@ -141,6 +150,8 @@ def _grad_bytes(e: Execution, params: float) -> float:
     width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
     if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
         return width * trained
+    if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):
+        width = 4  # shards are summed in fp32; ZeRO 3 keeps a buffer for them between steps, too
     return 0.0 if e.offload != "none" else width * trained / state_shards(e)
 
 
@@ -171,7 +182,11 @@ def _gathered(e: Execution) -> float:
         return 0.0
     layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
-    kept = min(LIVE_ELEMENTS, e.model_params / e.tp) if e.drops_gradients else layer / 2
+    if not e.drops_gradients:
+        return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
+    kept = min(LIVE_ELEMENTS, e.model_params / e.tp)
+    if e.cluster.device.backend != "cpu" and logit_bytes(e) > live_bytes(e):  # at the peak the head is in use
+        return e.element_bytes * max(kept, table)
     return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
 
 
@@ -180,7 +195,7 @@ def _buffers(e: Execution, params: float) -> float:
     if e.zero_stage == 0 or e.accumulates_apart or (e.replicas == 1 and not e.drops_gradients):
         return 0.0
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
-    buckets = 2 if e.software.dp_overlap else 1
+    buckets = 2 if e.software.dp_overlap and not (e.drops_gradients and e.zero_stage == 3) else 1
     if e.drops_gradients:  # DeepSpeed 0.19.8 allocates them even if there is nothing to reduce
         return buckets * width * _own_bucket(e)
     return buckets * width * min(BUCKET_ELEMENTS, _largest_bucket(e), params * e.trained_share)
@@ -336,7 +351,7 @@ def layer_input_bytes(e: Execution) -> float:
 
 def live_bytes(e: Execution) -> float:
     """Further bytes for the layer in the backward pass: gradients, recomputed activations and output."""
-    if e.cluster.device.backend != "cpu":
+    if not e.drops_gradients:
         return (1 - e.recompute.kept + GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e)
     again = 1 - e.recompute.kept
     output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
@@ -345,7 +360,8 @@ def live_bytes(e: Execution) -> float:
 
 def logit_bytes(e: Execution) -> float:
     """Bytes of the logits, their fp32 copy and gradient on the last stage."""
-    each = FP32_LOGIT_BYTES if e.element_bytes == 4 else LOGIT_BYTES[e.software.fusion]
+    own = e.element_bytes == 4 or e.drops_gradients  # the toolkit's loss takes fp32 logits; 16-bit ones are freed
+    each = FP32_LOGIT_BYTES if own else LOGIT_BYTES[e.software.fusion]
     return each * e.slice.tokens * e.model.vocab / e.tp
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
 from collections.abc import Iterable
@@ -15,37 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from toolkit.runtime.rehearsal.fake_device import answer_of, is_on_device, waits
-from toolkit.runtime.rehearsal.report import PARTS, Collective, LargeTensor, Phase
+from toolkit.runtime.rehearsal import reads
+from toolkit.runtime.rehearsal.fake_device import is_on_device, waits
+from toolkit.runtime.rehearsal.reads import call_site
+from toolkit.runtime.rehearsal.report import PARTS, Collective, Key, LargeTensor, Moment, Phase
 
 aten = torch.ops.aten
 LARGEST = 10
 """Tensors at the peak that are listed."""
-SKIPPED = (
-    "/torch/",
-    "/deepspeed/comm/",
-    "/deepspeed/utils/nvtx",
-    "contextlib",
-    "typing_extensions",
-    "toolkit/runtime/rehearsal/",
-)
 GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 """Files of DeepSpeed that gather parameters under ZeRO 3."""
 PEERS = ("send", "recv_", "broadcast_", "reduce_")
-
-
-def call_site(depth: int = 1) -> str:
-    """The nearest lines outside torch, DeepSpeed's communication layer and this package."""
-    frame: Any = sys._getframe(1)
-    found: list[str] = []
-    while frame is not None and len(found) < depth:
-        path = frame.f_code.co_filename
-        if path[0] != "<" and not any(part in path for part in SKIPPED):
-            short = path.split("site-packages/")[-1]
-            short = short[short.rfind("toolkit/") :] if "/toolkit/" in short else short
-            found.append(f"{short}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(found)
 
 
 @dataclass(slots=True)
@@ -67,13 +46,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`device`: type of the plan's device. `vocabulary`: sizes of the last dimension that mark logits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.part = "buffers"
+        self.part = "temporary"
         """Part that new tensors belong to, unless their shape or their call site says more."""
         self.module = ""
-        """Path of the module whose forward pass runs."""
+        """Path of the module whose forward or backward pass runs."""
+        self.place: Moment = ()
+        """Part of the step, micro-batch, and module with its layer's number left out."""
+        self.repeats = False
+        """Whether what happens now happens again with every further micro-batch."""
         self.live: dict[int, Storage] = {}
         self._vocabulary = frozenset(vocabulary)
         self._now = {"cpu": 0, device: 0}
+        self._by_part = dict.fromkeys(PARTS, 0)
         self._at_peak = False
         self._operator = ""
         self._begin()
@@ -81,17 +65,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         self._started = time.process_time()
-        self._before = self._now[self.device]
         self._peaks = dict(self._now)
         self._snapshot: list[Storage] = list(self.live.values())
         self._peak_at = ""
-        self._operators, self._flops = 0, 0
-        self._syncs: dict[str, int] = {}
-        self._copies: dict[str, int] = {}
+        self._operators = 0
+        self._counts: dict[Key, int] = {}
+        self._repeated: dict[Key, float] = {}
         self._collectives: list[Collective] = []
+        self._moments: dict[Moment, tuple[int, tuple[int, ...]]] = {}
+        self._moments[("before",)] = (self._now[self.device], tuple(self._by_part.values()))
 
-    def finish(self, name: str) -> Phase:
-        """The phase since the last call; starts the next one."""
+    def finish(self, name: str, micro_batches: int = 1) -> Phase:
+        """The phase since the last call; starts the next one. `micro_batches`: as many as were counted as repeated."""
         self._note_peak()
         parts = dict.fromkeys(PARTS, 0)
         own = [storage for storage in self._snapshot if storage.device == self.device]
@@ -100,14 +85,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own.sort(key=lambda storage: -storage.bytes)
         phase = Phase(
             name=name,
-            device_before_bytes=self._before,
             device_peak_bytes=self._peaks[self.device],
             host_peak_bytes=self._peaks["cpu"],
             cpu_seconds=time.process_time() - self._started,
             operators=self._operators,
-            flops=self._flops,
-            host_syncs=self._syncs,
-            host_copies=self._copies,
+            counts=self._counts,
+            repeated={key: count / micro_batches for key, count in self._repeated.items()},
             collectives=self._collectives,
             parts=parts,
             peak_at=self._peak_at,
@@ -115,27 +98,38 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 LargeTensor(s.shape, str(s.dtype).removeprefix("torch."), s.bytes, s.part, s.where)
                 for s in own[:LARGEST]
             ],
+            moments={moment: parts for moment, (_, parts) in self._moments.items()},
         )
         self._begin()
         return phase
 
+    def _add(self, key: Key, count: int) -> None:
+        self._counts[key] = self._counts.get(key, 0) + count
+        if self.repeats:
+            self._repeated[key] = self._repeated.get(key, 0) + count
+
     def wait(self, kind: str) -> None:
         """Count a wait of the host for the device."""
-        key = f"{kind} at {call_site()}"
-        self._syncs[key] = self._syncs.get(key, 0) + 1
+        self._add(("sync", f"{kind} at {call_site()}"), 1)
 
     def relabel(self, tensors: Iterable[Any], part: str) -> None:
         """Move the storages of these tensors to a part."""
         for tensor in tensors:
             storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
             if storage is not None:
-                storage.part = part
+                self._relabel(storage, part)
 
     def relabel_rest(self, known: set[int], part: str) -> None:
         """Move every storage that is not one of these to a part."""
         for key, storage in self.live.items():
             if key not in known:
-                storage.part = part
+                self._relabel(storage, part)
+
+    def _relabel(self, storage: Storage, part: str) -> None:
+        if storage.device == self.device:
+            self._by_part[storage.part] -= storage.bytes
+            self._by_part[part] += storage.bytes
+        storage.part = part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,7 +144,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
-            self._flops += int(counted(*args, **kwargs, out_val=out))
+            self._add(("flops",), int(counted(*args, **kwargs, out_val=out)))
         self._operator = func
         if isinstance(out, torch.Tensor):
             self._count(out)
@@ -171,13 +165,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, shape = storage.nbytes(), tuple(tensor.shape)
         site = call_site()
         where = f"{self._operator} in {self.module or site}" if self.part != "optimizer" else f"{self._operator} {site}"
-        self.live[key] = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
+        made = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
+        self.live[key] = made
         self._now[device] = now = self._now[device] + size
+        if device == self.device:
+            self._by_part[made.part] += size
+            self._note_moment((*self.place, site), now)
         if now > self._peaks[device]:
             self._peaks[device] = now
             if device == self.device:
-                self._at_peak, self._peak_at = True, where
+                self._at_peak, self._peak_at = True, f"{where} at {site}" if site else where
         weakref.finalize(storage, self._drop, key)
+
+    def _note_moment(self, moment: Moment, now: int) -> None:
+        known = self._moments.get(moment)
+        if known is None or now > known[0]:
+            self._moments[moment] = (now, tuple(self._by_part.values()))
 
     def _part_of(self, shape: tuple[int, ...], site: str) -> str:
         if len(shape) > 1 and shape[-1] in self._vocabulary and self.part == "activations":
@@ -185,14 +188,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(name in site for name in GATHERS):
             return "gathered"
         if "deepspeed/runtime" in site and self.part == "activations":
-            return "buffers"
-        return "buffers" if self.part == "optimizer" else self.part
+            return "buckets"
+        return "temporary" if self.part == "optimizer" else self.part
 
     def _drop(self, key: int) -> None:
         self._note_peak()
         storage = self.live.pop(key, None)
         if storage is not None:
             self._now[storage.device] -= storage.bytes
+            if storage.device == self.device:
+                self._by_part[storage.part] -= storage.bytes
 
     def _note_peak(self) -> None:
         """Remember what is alive before the first tensor is freed after a new peak."""
@@ -203,28 +208,31 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = func._schema.name.split("::")[-1]
         if kind == "wait_tensor":
             return
-        tensors: list[torch.Tensor] = []
+        sides: list[list[torch.Tensor]] = []
         group, numbers = None, []
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
-                tensors.append(value)
+                sides.append([value])
             elif isinstance(value, list | tuple):
-                tensors += [one for one in _flat(value) if isinstance(one, torch.Tensor)]
+                sides.append([one for one in _flat(value) if isinstance(one, torch.Tensor)])
             elif isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 group = td.ProcessGroup.unbox(value)
             elif isinstance(value, int) and not isinstance(value, bool):
                 numbers.append(value)
-        self._collectives.append(
-            Collective(
-                kind=kind.rstrip("_"),
-                ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
-                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                numel=sum(tensor.numel() for tensor in tensors),
-                bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-                peer=numbers[0] if kind in PEERS and numbers else None,
-                site=call_site(2),
-            )
+        # Inputs and outputs are given: the larger side is what is gathered, or what is reduced.
+        tensors = max(sides, key=lambda side: sum(one.numel() for one in side), default=[])
+        call = Collective(
+            kind=kind.rstrip("_"),
+            ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            numel=sum(tensor.numel() for tensor in tensors),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            peer=numbers[0] if kind in PEERS and numbers else None,
+            site=call_site(2),
         )
+        self._collectives.append(call)
+        self._add(("calls", call.kind, call.ranks, call.site), 1)
+        self._add(("bytes", call.kind, call.ranks, call.site), call.bytes)
 
     def copied(self, source: Any, target: str, blocking: bool) -> None:
         """Count a copy between host and device."""
@@ -234,8 +242,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target == "cpu" and blocking:
             self.wait("copy to host")
         elif target == self.device:
-            site = call_site()
-            self._copies[site] = self._copies.get(site, 0) + source.numel() * source.element_size()
+            self._add(("copy", call_site()), source.numel() * source.element_size())
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
@@ -252,13 +259,13 @@ def _scalar(ledger: Ledger, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if is_on_device(tensor):
         ledger.wait("item")
-    return tensor.constant.item() if tensor.constant is not None else answer_of(tensor.dtype)
+    return tensor.constant.item() if tensor.constant is not None else reads.number(tensor.dtype)
 
 
 def _equal(ledger: Ledger, args: Any, kwargs: Any) -> Any:
     if is_on_device(args[0]):
         ledger.wait("equal")
-    return True
+    return bool(reads.number(torch.bool))
 
 
 def _nonzero(ledger: Ledger, args: Any, kwargs: Any) -> Any:
