@@ -17,7 +17,6 @@ from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.report import RehearsalSpec
-from toolkit.runtime.sharding.ulysses import DocumentSpan
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
 META_NUMBERS = 256
@@ -75,19 +74,10 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
         _replace(package, "scaled_dot_product_attention", kernel)
     reads.answer_lists()
     reads.answer_packed_question(spec.rows == "packed")
-    if spec.rows == "packed":
-        _replace("toolkit.runtime", "_documents", _two_documents)
     _weights()
     _objects(world.size)
     _groups(world.rank)
     _stage_shapes(heard, said)
-
-
-def _two_documents(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
-    """Sequence parallel asks where documents begin: every row holds two of the same length."""
-    middle = length // 2
-    spans = ((0, middle), (middle, length)) if positions is not None else ((0, length),)
-    return [DocumentSpan(slice(row, row + 1), low, high) for row in range(batch) for low, high in spans]
 
 
 def _replace(package: str, name: str, value: Any) -> None:
