@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Model
-from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
+from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_config
@@ -80,37 +80,46 @@ def forward(model: Callable[..., Any], micro: MicroBatch) -> Any:
 
 def current_mask(mask_function: Callable[..., Any], padded: bool) -> DocumentMask | None:
     """The current documents in place of transformers' mask; None if the mask is more than they say."""
-    documents, parts = _current.documents, _parts(mask_function)
-    if documents is None or parts is None or (padded and not documents.padded):
+    documents, pattern = _current.documents, _pattern(mask_function)
+    if documents is None or pattern is None or (padded and not documents.padded):
         return None
-    return DocumentMask(documents, **parts)
+    return DocumentMask(documents, pattern.causal, pattern.window)
 
 
-def _parts(mask_function: Any) -> dict[str, Any] | None:
-    """Causality and window of a mask function of transformers 5.22.2; None if it has an unknown part.
+@dataclass(frozen=True)
+class _Pattern:
+    """What a mask function of transformers lets through."""
+
+    causal: bool = False
+    window: int | None = None
+    packed: bool = False
+
+
+def _pattern(mask_function: Any) -> _Pattern | None:
+    """The pattern of a mask function of transformers 5.22.2; None if it has an unknown part.
 
     Its functions are plain closures, so they are known by their names. If those change, all masks become unknown and
     `test_attention.py` fails.
     """
     if mask_function is masking.causal_mask_function:
-        return {"causal": True, "window": None}
+        return _Pattern(causal=True)
     if mask_function is masking.bidirectional_mask_function:
-        return {"causal": False, "window": None}
+        return _Pattern()
     kind = getattr(mask_function, "__qualname__", "").split(".")[0]
     inner = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
     if kind == "sliding_window_overlay":
-        return {"causal": False, "window": int(inner["sliding_window"])}
-    if kind == "packed_sequence_mask_function":  # the documents say the same
-        return {"causal": False, "window": None}
+        return _Pattern(window=int(inner["sliding_window"]))
+    if kind == "packed_sequence_mask_function":
+        return _Pattern(packed=True)
     if kind != "and_masks":
         return None
-    found = [_parts(each) for each in inner["mask_functions"]]
+    found = [_pattern(each) for each in inner["mask_functions"]]
     known = [each for each in found if each is not None]
-    windows = [each["window"] for each in known if each["window"] is not None]
-    causal = any(each["causal"] for each in known)
+    windows = [each.window for each in known if each.window is not None]
+    causal = any(each.causal for each in known)
     if len(known) < len(found) or (windows and not causal):
         return None
-    return {"causal": causal, "window": min(windows, default=None)}
+    return _Pattern(causal, min(windows, default=None), any(each.packed for each in known))
 
 
 def _mask(**given: Any) -> Any:
@@ -124,12 +133,17 @@ def _mask(**given: Any) -> Any:
 
 
 def _of_shape(given: Mapping[str, Any]) -> DocumentMask | None:
-    mask = current_mask(given["mask_function"], given.get("attention_mask") is not None)
-    fits = mask is not None and mask.documents.tokens == given["batch_size"] * given["q_length"]
-    return mask if fits else None
+    rows, length, padded = given["batch_size"], given["q_length"], given.get("attention_mask") is not None
+    if _current.documents is None and not padded:  # a call by somebody else, on rows that may be plain
+        pattern = _pattern(given["mask_function"])
+        if pattern is None or pattern.packed:
+            return None
+        return DocumentMask(Documents.of_lengths([length] * rows, rows), pattern.causal, pattern.window)
+    mask = current_mask(given["mask_function"], padded)
+    return mask if mask is not None and mask.documents.tokens == rows * length else None
 
 
-def request(mask: DocumentMask, settings: Mapping[str, Any]) -> Request:
+def request(causal: bool, window: int | None, settings: Mapping[str, Any]) -> Request:
     """What a layer asks for. The mask decides about windows, as it does in transformers' SDPA."""
     strange = sorted(
         name for name, value in settings.items()
@@ -138,8 +152,8 @@ def request(mask: DocumentMask, settings: Mapping[str, Any]) -> Request:
     if strange:
         raise UnknownAttention(f"it passes {', '.join(strange)} to attention")
     return Request(
-        causal=mask.causal,
-        window=mask.window,
+        causal=causal,
+        window=window,
         scale=settings.get("scaling"),
         dropout=settings.get("dropout") or 0.0,
         softcap=settings.get("softcap"),
@@ -158,11 +172,11 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function in transformers' registry, which dictates the signature."""
     if not isinstance(attention_mask, DocumentMask):
-        if settings.get("s_aux") is not None:
-            raise UnknownAttention("it has sinks, which transformers' SDPA would leave out")
+        if settings.get("s_aux") is not None or settings.get("softcap") is not None:
+            return by_mask(query, key, value, attention_mask, request(True, None, settings)), None
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return output, None
-    ask, choice = request(attention_mask, settings), CHOICES[kernel]
+    ask, choice = request(attention_mask.causal, attention_mask.window, settings), CHOICES[kernel]
     if reason := choice.why_not(query, ask):
         _say_once(f"attention runs document by document instead of by {kernel}: {reason}")
     return attend(choice, query, key, value, attention_mask.documents, ask).contiguous(), None
@@ -209,8 +223,7 @@ def kernel_of(section: Model) -> str | None:
     asked = section.attention
     if asked in ("eager", "flex") or section.task in ("seq2seq", "image-classification"):
         return None
-    on_gpu = get_accelerator().device_name() == "cuda"
-    if asked == "auto" and on_gpu and torch.cuda.get_device_capability()[0] >= 8:
+    if asked == "auto" and _on_recent_gpu():
         return "varlen"
     if asked in ("auto", "sdpa"):
         return "by_document"
@@ -220,6 +233,11 @@ def kernel_of(section: Model) -> str | None:
     if section.precision == "fp32":
         raise BadInput("model.attention", f"{asked} computes in bf16 or fp16; the recipe says fp32; use auto")
     return asked
+
+
+def _on_recent_gpu() -> bool:
+    """Whether torch's flash kernels run here: from Ampere on, so not on V100."""
+    return get_accelerator().device_name() == "cuda" and torch.cuda.get_device_capability()[0] >= 8
 
 
 def without_gpu(asked: Any) -> Any:
@@ -240,7 +258,10 @@ def install(model: Any, section: Model) -> None:
 
 def why_not(config: PretrainedConfig, task: str | None) -> str:
     """Why a model can't use this attention; empty if it can. Tried on a tiny model, once per process."""
-    tiny = tiny_config(config)
+    try:
+        tiny = tiny_config(config)
+    except Exception as error:  # configs that differ by layer refuse to be read as one
+        return f"no tiny model can be made of it: {first_line(error)}"
     if "kv_lora_rank" in tiny:  # latent attention has one key per head
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     if getattr(config, "sliding_window", None) is not None:

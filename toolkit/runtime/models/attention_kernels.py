@@ -129,6 +129,18 @@ def _scored(
     return torch.nn.functional.dropout(chances, ask.dropout) @ value
 
 
+def by_mask(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, ask: Request
+) -> torch.Tensor:
+    """Attention with a mask over all pairs, with soft caps and sinks: for generation, which has no documents."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    if mask is None:  # transformers leaves out causal masks, and those of a single query, which sees all keys
+        first = key.shape[2] - query.shape[2] if query.shape[2] == 1 else 0
+        mask = _allowed(range(first, first + query.shape[2]), range(key.shape[2]), ask, query.device)
+    return _scored(query, key, value, mask, ask.sinks, ask).transpose(1, 2).contiguous()
+
+
 def torch_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, ask: Request
 ) -> torch.Tensor:

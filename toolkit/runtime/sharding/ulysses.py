@@ -102,7 +102,7 @@ class SequenceShare:
         if not isinstance(mask, DocumentMask):
             raise SequenceRefused(f"{kind} passes a bias of its own to attention, which can't be split by sequence")
         try:
-            ask = request(mask, settings)
+            ask = request(mask.causal, mask.window, settings)
         except UnknownAttention as error:
             raise SequenceRefused(f"{kind}: {error}, which can't be split by sequence") from None
         if ask.sinks is not None:
