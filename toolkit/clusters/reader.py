@@ -45,7 +45,7 @@ def section_of(path: Path) -> ClusterSection:
 
 def from_section(section: ClusterSection, name: str, source: str = "cluster") -> Cluster:
     """The cluster of a recipe section; figures that are not given come from the device kind."""
-    problems = _site_problems(section)
+    problems = [*_size_problems(section), *_site_problems(section)]
     if problems:
         raise BadInput(source, problems)
     device = _measured(
@@ -67,6 +67,7 @@ def from_section(section: ClusterSection, name: str, source: str = "cluster") ->
         if section.inter_latency_us
         else Cluster.inter_latency_seconds,
         sites=section.sites,
+        memory_margin=section.memory_margin,
         site_bytes_per_second=(section.site_gbps or 0.0) * GBIT,
         site_latency_seconds=section.site_latency_ms * 1e-3,
         sharers=max(1.0, section.devices_per_node / _cores()) if device.backend == "cpu" else 1.0,
@@ -90,6 +91,18 @@ def _latency(section: ClusterSection, device: Device) -> float:
     if section.latency_us:
         return section.latency_us * 1e-6
     return CPU_LATENCY_SECONDS if device.backend == "cpu" else Cluster.latency_seconds
+
+
+MOST_DEVICES = 2**20
+"""Devices that are planned for; the largest clusters have about a tenth of it."""
+
+
+def _size_problems(section: ClusterSection) -> list[Problem]:
+    devices = section.nodes * section.devices_per_node
+    if devices <= MOST_DEVICES:
+        return []
+    what = f"{section.nodes:,} × {section.devices_per_node} = {devices:,} devices given; at most {MOST_DEVICES:,}"
+    return [Problem("nodes", what)]
 
 
 def _site_problems(section: ClusterSection) -> list[Problem]:

@@ -73,6 +73,8 @@ class Estimate:
     """Device memory available to the job."""
     host_limit_bytes: int
     """Host memory per node available to the job."""
+    memory_margin_bytes: int = 0
+    """Part of the device memory that plans leave free (`cluster.memory_margin`)."""
     tokens_per_second: float
     mfu: float
     """Model FLOPs per second (6·N + attention, no recompute) relative to the peak of the devices."""
@@ -80,4 +82,5 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the plan fits on device and host."""
-        return self.memory.total <= self.memory_limit_bytes and self.memory.host <= self.host_limit_bytes
+        usable = self.memory_limit_bytes - self.memory_margin_bytes
+        return self.memory.total <= usable and self.memory.host <= self.host_limit_bytes

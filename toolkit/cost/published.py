@@ -79,6 +79,8 @@ class NotScorable(Exception):
 def read_rows(path: Path) -> list[PublishedRow]:
     """All rows; raises `BadInput` that names missing columns, and cells that should be numbers."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise BadInput(str(path), "is a device or a pipe; a CSV file is required")
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             rows = [PublishedRow(number, _texts(cells)) for number, cells in enumerate(reader, 2)]
@@ -88,6 +90,8 @@ def read_rows(path: Path) -> list[PublishedRow]:
     missing = [column for column in REQUIRED if column not in columns]
     if missing:
         raise BadInput(str(path), f"missing columns: {', '.join(missing)}")
+    if not rows:
+        raise BadInput(str(path), "has a header, but no rows; at least one measurement is required")
     problems = list(_text_in_numbers(rows))
     if problems:
         raise BadInput(str(path), problems)

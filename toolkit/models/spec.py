@@ -149,6 +149,8 @@ def load_model_config(path: str, *, models_dir: Path) -> dict[str, Any]:
         return _read(local / "config.json")
     if local.suffix == ".json":
         return _read(local)
+    if local.is_absolute() and local.exists():
+        return _read(local)
     bundled = _bundled(path, models_dir)
     return bundled if bundled is not None else _read(_from_hub(path, models_dir))
 
@@ -173,6 +175,8 @@ def _bundled(name: str, models_dir: Path) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise BadInput(str(path), f"is a device or a pipe; a file is required; {OFFLINE_WAYS}")
         with path.open("rb") as file:
             data = file.read(LARGEST_BYTES + 1)
     except OSError as error:

@@ -43,6 +43,8 @@ class Option:
             "time": {**asdict(estimate.time), "total": estimate.time.total},
             "tokens_per_second": estimate.tokens_per_second,
             "mfu": estimate.mfu,
+            "memory_limit_bytes": estimate.memory_limit_bytes,
+            "memory_margin_bytes": estimate.memory_margin_bytes,
             "bottleneck": bottleneck(self.plan, estimate.time),
         }
 
@@ -91,6 +93,7 @@ def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
         time=time,
         memory_limit_bytes=limit,
         host_limit_bytes=host_limit,
+        memory_margin_bytes=margin_bytes(job),
         tokens_per_second=job.workload.tokens / time.total,
         mfu=model_flops(job) / time.total / (job.cluster.device.peak_flops * plan.devices),
     )
@@ -99,11 +102,16 @@ def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
 def fits(used: Memory, job: Job) -> bool:
     """Whether the plan fits on device and host."""
     limit, host_limit = limits(job)
-    return used.total <= limit and used.host <= host_limit
+    return used.total <= limit - margin_bytes(job) and used.host <= host_limit
+
+
+def margin_bytes(job: Job) -> int:
+    """Bytes of a device that plans leave free."""
+    return int(limits(job)[0] * job.cluster.memory_margin)
 
 
 def limits(job: Job) -> tuple[int, int]:
-    """Bytes that a plan may use on a device and on the host of a node."""
+    """Bytes that the job has on a device, margin included, and on the host of a node."""
     device = job.cluster.device
     share = 1.0 if device.backend == "cpu" else DEVICE_SHARE
     return int(device.memory_bytes * share), int(job.cluster.host_memory_bytes * HOST_SHARE)
@@ -161,7 +169,7 @@ class Search:
         key = _memory_key(plan)
         self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
         limit, host_limit = limits(self._job)
-        need = max(used.total / limit, used.host / max(1, host_limit))
+        need = max(used.total / (limit - margin_bytes(self._job)), used.host / max(1, host_limit))
         if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
             self._nearest[plan.strategy] = need, plan, used
 
@@ -172,7 +180,7 @@ class Search:
         return self._prune_recompute and plan.recompute != "none" and _batch_key(plan) in self._fit_without
 
     def _misfit(self, _need: float, plan: Plan, used: Memory) -> Refusal:
-        reason = misfit_reason(used, *limits(self._job))
+        reason = misfit_reason(used, *limits(self._job), margin_bytes(self._job))
         advice = would_fit(plan, lambda other: fits(memory(other, self._job), self._job))
         return Refusal(plan.strategy, f"{reason}{advice}", plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from toolkit.runtime.rehearsal.fake_device import answer_of, is_on_device, waits
-from toolkit.runtime.rehearsal.report import PARTS, Collective, LargeTensor, Phase
+from toolkit.runtime.rehearsal.report import PARTS, Collective, Key, LargeTensor, Moment, Phase
 
 aten = torch.ops.aten
 LARGEST = 10
@@ -34,15 +35,22 @@ GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 PEERS = ("send", "recv_", "broadcast_", "reduce_")
 
 
+@functools.cache
+def _short(path: str) -> str:
+    """A file as it is shown; empty for files that are passed over."""
+    if path[0] == "<" or any(part in path for part in SKIPPED):
+        return ""
+    short = path.split("site-packages/")[-1]
+    return short[short.rfind("toolkit/") :] if "/toolkit/" in short else short
+
+
 def call_site(depth: int = 1) -> str:
     """The nearest lines outside torch, DeepSpeed's communication layer and this package."""
     frame: Any = sys._getframe(1)
     found: list[str] = []
     while frame is not None and len(found) < depth:
-        path = frame.f_code.co_filename
-        if path[0] != "<" and not any(part in path for part in SKIPPED):
-            short = path.split("site-packages/")[-1]
-            short = short[short.rfind("toolkit/") :] if "/toolkit/" in short else short
+        short = _short(frame.f_code.co_filename)
+        if short:
             found.append(f"{short}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found)
@@ -67,13 +75,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """`device`: type of the plan's device. `vocabulary`: sizes of the last dimension that mark logits."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self.part = "buffers"
+        self.part = "temporary"
         """Part that new tensors belong to, unless their shape or their call site says more."""
         self.module = ""
-        """Path of the module whose forward pass runs."""
+        """Path of the module whose forward or backward pass runs."""
+        self.place: Moment = ()
+        """Part of the step, micro-batch, and module with its layer's number left out."""
+        self.repeats = False
+        """Whether what happens now happens again with every further micro-batch."""
         self.live: dict[int, Storage] = {}
         self._vocabulary = frozenset(vocabulary)
         self._now = {"cpu": 0, device: 0}
+        self._by_part = dict.fromkeys(PARTS, 0)
         self._at_peak = False
         self._operator = ""
         self._begin()
@@ -81,17 +94,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         self._started = time.process_time()
-        self._before = self._now[self.device]
         self._peaks = dict(self._now)
         self._snapshot: list[Storage] = list(self.live.values())
         self._peak_at = ""
-        self._operators, self._flops = 0, 0
-        self._syncs: dict[str, int] = {}
-        self._copies: dict[str, int] = {}
+        self._operators = 0
+        self._counts: dict[Key, int] = {}
+        self._repeated: dict[Key, float] = {}
         self._collectives: list[Collective] = []
+        self._moments: dict[Moment, tuple[int, tuple[int, ...]]] = {}
+        self._moments[("before",)] = (self._now[self.device], tuple(self._by_part.values()))
 
-    def finish(self, name: str) -> Phase:
-        """The phase since the last call; starts the next one."""
+    def finish(self, name: str, micro_batches: int = 1) -> Phase:
+        """The phase since the last call; starts the next one. `micro_batches`: as many as were counted as repeated."""
         self._note_peak()
         parts = dict.fromkeys(PARTS, 0)
         own = [storage for storage in self._snapshot if storage.device == self.device]
@@ -100,14 +114,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own.sort(key=lambda storage: -storage.bytes)
         phase = Phase(
             name=name,
-            device_before_bytes=self._before,
             device_peak_bytes=self._peaks[self.device],
             host_peak_bytes=self._peaks["cpu"],
             cpu_seconds=time.process_time() - self._started,
             operators=self._operators,
-            flops=self._flops,
-            host_syncs=self._syncs,
-            host_copies=self._copies,
+            counts=self._counts,
+            repeated={key: count / micro_batches for key, count in self._repeated.items()},
             collectives=self._collectives,
             parts=parts,
             peak_at=self._peak_at,
@@ -115,27 +127,38 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 LargeTensor(s.shape, str(s.dtype).removeprefix("torch."), s.bytes, s.part, s.where)
                 for s in own[:LARGEST]
             ],
+            moments={moment: parts for moment, (_, parts) in self._moments.items()},
         )
         self._begin()
         return phase
 
+    def _add(self, key: Key, count: int) -> None:
+        self._counts[key] = self._counts.get(key, 0) + count
+        if self.repeats:
+            self._repeated[key] = self._repeated.get(key, 0) + count
+
     def wait(self, kind: str) -> None:
         """Count a wait of the host for the device."""
-        key = f"{kind} at {call_site()}"
-        self._syncs[key] = self._syncs.get(key, 0) + 1
+        self._add(("sync", f"{kind} at {call_site()}"), 1)
 
     def relabel(self, tensors: Iterable[Any], part: str) -> None:
         """Move the storages of these tensors to a part."""
         for tensor in tensors:
             storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
             if storage is not None:
-                storage.part = part
+                self._relabel(storage, part)
 
     def relabel_rest(self, known: set[int], part: str) -> None:
         """Move every storage that is not one of these to a part."""
         for key, storage in self.live.items():
             if key not in known:
-                storage.part = part
+                self._relabel(storage, part)
+
+    def _relabel(self, storage: Storage, part: str) -> None:
+        if storage.device == self.device:
+            self._by_part[storage.part] -= storage.bytes
+            self._by_part[part] += storage.bytes
+        storage.part = part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -150,7 +173,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
-            self._flops += int(counted(*args, **kwargs, out_val=out))
+            self._add(("flops",), int(counted(*args, **kwargs, out_val=out)))
         self._operator = func
         if isinstance(out, torch.Tensor):
             self._count(out)
@@ -171,13 +194,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, shape = storage.nbytes(), tuple(tensor.shape)
         site = call_site()
         where = f"{self._operator} in {self.module or site}" if self.part != "optimizer" else f"{self._operator} {site}"
-        self.live[key] = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
+        made = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
+        self.live[key] = made
         self._now[device] = now = self._now[device] + size
+        if device == self.device:
+            self._by_part[made.part] += size
+            self._note_moment((*self.place, site), now)
         if now > self._peaks[device]:
             self._peaks[device] = now
             if device == self.device:
-                self._at_peak, self._peak_at = True, where
+                self._at_peak, self._peak_at = True, f"{where} at {site}"
         weakref.finalize(storage, self._drop, key)
+
+    def _note_moment(self, moment: Moment, now: int) -> None:
+        known = self._moments.get(moment)
+        if known is None or now > known[0]:
+            self._moments[moment] = (now, tuple(self._by_part.values()))
 
     def _part_of(self, shape: tuple[int, ...], site: str) -> str:
         if len(shape) > 1 and shape[-1] in self._vocabulary and self.part == "activations":
@@ -185,14 +217,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(name in site for name in GATHERS):
             return "gathered"
         if "deepspeed/runtime" in site and self.part == "activations":
-            return "buffers"
-        return "buffers" if self.part == "optimizer" else self.part
+            return "buckets"
+        return "temporary" if self.part == "optimizer" else self.part
 
     def _drop(self, key: int) -> None:
         self._note_peak()
         storage = self.live.pop(key, None)
         if storage is not None:
             self._now[storage.device] -= storage.bytes
+            if storage.device == self.device:
+                self._by_part[storage.part] -= storage.bytes
 
     def _note_peak(self) -> None:
         """Remember what is alive before the first tensor is freed after a new peak."""
@@ -214,17 +248,18 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 group = td.ProcessGroup.unbox(value)
             elif isinstance(value, int) and not isinstance(value, bool):
                 numbers.append(value)
-        self._collectives.append(
-            Collective(
-                kind=kind.rstrip("_"),
-                ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
-                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                numel=sum(tensor.numel() for tensor in tensors),
-                bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-                peer=numbers[0] if kind in PEERS and numbers else None,
-                site=call_site(2),
-            )
+        call = Collective(
+            kind=kind.rstrip("_"),
+            ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
+            dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            numel=sum(tensor.numel() for tensor in tensors),
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            peer=numbers[0] if kind in PEERS and numbers else None,
+            site=call_site(2),
         )
+        self._collectives.append(call)
+        self._add(("calls", call.kind, call.ranks, call.site), 1)
+        self._add(("bytes", call.kind, call.ranks, call.site), call.bytes)
 
     def copied(self, source: Any, target: str, blocking: bool) -> None:
         """Count a copy between host and device."""
@@ -234,8 +269,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target == "cpu" and blocking:
             self.wait("copy to host")
         elif target == self.device:
-            site = call_site()
-            self._copies[site] = self._copies.get(site, 0) + source.numel() * source.element_size()
+            self._add(("copy", call_site()), source.numel() * source.element_size())
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:

@@ -9,8 +9,17 @@ from typing import Any
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Model, Train
 
-PARTS = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buffers")
-"""Parts of the memory model that live tensors belong to; `overhead` is no tensor."""
+PARTS = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buckets", "temporary")
+"""Parts that live tensors belong to. The memory model has `buckets` and `temporary` as one part, `buffers`."""
+Key = tuple[Any, ...]
+"""What is counted: ("flops",), ("sync", line), ("copy", line), ("calls" or "bytes", kind, ranks, line)."""
+Moment = tuple[str, ...]
+"""A place in a phase: part of the step, micro-batch, module with its layer's number left out, line."""
+
+
+def model_part(part: str) -> str:
+    """The part of the memory model that a rehearsed part belongs to."""
+    return "buffers" if part in ("buckets", "temporary") else part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +44,8 @@ class RehearsalSpec:
     evaluates: bool = True
     total_steps: int = 1000
     """Steps of the learning-rate schedule."""
-    defect: str = ""
-    """Defect to plant, `RANK:MODULE:FUNCTION`; a test of the matching calls it with the engine. Empty: none."""
+    every_layer: bool = False
+    """Whether all layers and micro-batches are run; otherwise long models are extrapolated from short ones."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +81,51 @@ class Phase:
     """Bytes and events of one phase: the start, a step, an evaluation, a save."""
 
     name: str
-    device_before_bytes: int
     device_peak_bytes: int
     host_peak_bytes: int
     cpu_seconds: float
     operators: int
-    flops: int
-    host_syncs: dict[str, int]
-    """`kind at line` → number of times that the host waits for the device."""
-    host_copies: dict[str, int]
-    """`line` → bytes copied from host to device."""
+    counts: dict[Key, int]
+    """Events of the phase."""
+    repeated: dict[Key, float]
+    """Events of one micro-batch that is not the last of its step."""
     collectives: list[Collective]
+    """In their order, of the longest model that was run."""
     parts: dict[str, int] = field(default_factory=dict)
     """Device bytes at the peak by part; they sum to the peak."""
     peak_at: str = ""
     largest: list[LargeTensor] = field(default_factory=list)
+    moments: dict[Moment, tuple[int, ...]] = field(default_factory=dict)
+    """Largest device bytes at each moment, by part in the order of `PARTS`."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return self.counts.get(("flops",), 0)
+
+    @property
+    def host_syncs(self) -> dict[str, int]:
+        """`kind at line` → number of times that the host waits for the device."""
+        return {key[1]: count for key, count in self.counts.items() if key[0] == "sync"}
+
+    @property
+    def host_copies(self) -> dict[str, int]:
+        """`line` → bytes copied from host to device."""
+        return {key[1]: count for key, count in self.counts.items() if key[0] == "copy"}
+
+    @property
+    def traffic(self) -> list[dict[str, Any]]:
+        """Collectives by kind and group, with calls, bytes and lines; the largest first."""
+        found: dict[Key, dict[str, Any]] = {}
+        for (what, *rest), count in self.counts.items():
+            if what in ("calls", "bytes"):
+                kind, ranks, site = rest
+                empty = {"kind": kind, "group": list(ranks), "calls": 0, "bytes": 0, "sites": {}}
+                row = found.setdefault((kind, ranks), empty)
+                row[what] += count
+                if what == "calls":
+                    row["sites"][site] = row["sites"].get(site, 0) + count
+        return sorted(found.values(), key=lambda row: -row["bytes"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +145,18 @@ class RoleReport:
     cpu_seconds: float
     resident_bytes: int
     """Peak resident memory of the process that rehearsed."""
+    layers: int
+    """Layers of this rank's stage."""
+    ran_layers: tuple[int, ...]
+    """Numbers of layers that were run; figures for `layers` are extrapolated unless it is the only one."""
+    ran_micro_batches: int
     sent: list[Any] = field(default_factory=list)
     """Shapes and types that a pipeline stage sends to the next one."""
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether figures come from shorter models."""
+        return self.ran_layers != (self.layers,)
 
     def phase(self, name: str) -> Phase:
         """The last phase of this name."""
