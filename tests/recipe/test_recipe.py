@@ -105,7 +105,7 @@ def test_overrides_are_yaml_and_make_sections() -> None:
         ("a: &a {b: *a}", "contains itself"),
         ("&a [*a]", "contains itself"),
         (
-            "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{'*a%d, ' % (i - 1) * 9}]}}\n" for i in range(1, 11)),
+            "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * 9}]}}\n" for i in range(1, 11)),
             "more than 200,000 values",
         ),
     ],

@@ -56,8 +56,8 @@ def bottleneck(plan: Plan, time: Time) -> str:
 def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int, margin_bytes: int = 0) -> str:
     """Why a plan does not fit, with the largest parts of its memory."""
     if used.total > limit_bytes - margin_bytes:
-        free = f", of which {_gib(margin_bytes)} stay free (cluster.memory_margin)" if margin_bytes else ""
-        return f"needs {_gib(used.total)} of {_gib(limit_bytes)} GiB{free}: {_parts(used)}"
+        margin = f" ({_gib(limit_bytes)} less a margin of {margin_bytes / limit_bytes:.0%})" if margin_bytes else ""
+        return f"needs {_gib(used.total)} of {_gib(limit_bytes - margin_bytes)} GiB{margin}: {_parts(used)}"
     return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
 
 

@@ -55,7 +55,7 @@ def _cells(option: Option) -> tuple[str, ...]:
         f"{estimate.tokens_per_second:,.0f}",
         f"{estimate.mfu:.1%}",
         used if estimate.fits else f"[red]{used}[/]",
-        f"{estimate.memory_limit_bytes / GIB:.1f} GiB",
+        f"{(estimate.memory_limit_bytes - estimate.memory_margin_bytes) / GIB:.1f} GiB",
     )
 
 
