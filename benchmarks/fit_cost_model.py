@@ -28,7 +28,7 @@ from toolkit.clusters.cluster import Cluster  # noqa: E402
 from toolkit.clusters.devices import find_device  # noqa: E402
 from toolkit.cost.calibration import CALIBRATION, CONSTANTS, Calibration  # noqa: E402
 from toolkit.cost.communication import all_reduce, group  # noqa: E402
-from toolkit.cost.published import read_rows  # noqa: E402
+from toolkit.cost.published_rows import read_rows  # noqa: E402
 from toolkit.cost.timing import seconds  # noqa: E402
 from toolkit.cost.validation import Case, read_cases  # noqa: E402
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.clusters.devices import find_device, nearest_names
-from toolkit.cost.published import REQUIRED, PublishedRow, execution_of, read_rows, recompute_of
+from toolkit.cost.published import execution_of, recompute_of
+from toolkit.cost.published_rows import REQUIRED, PublishedRow, read_rows
 from toolkit.cost.software import software_of
 from toolkit.cost.validation import regret, spearman, validate
 from toolkit.errors import BadInput

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.devices import DEVICES, Device, find_device, nearest_names
+from toolkit.clusters.devices import DEVICES, LIST_PRICES, TPU, Device, find_device, nearest_names
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.schema import build
 from toolkit.recipe.sections import ClusterSection
@@ -27,6 +27,11 @@ def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Clust
     else:
         cluster = from_file(_find(given))
     return cluster if nproc is None else _limited(cluster, nproc)
+
+
+def named_section(name: str) -> ClusterSection:
+    """The section of a cluster that a name in configs/clusters or a path refers to."""
+    return section_of(_find(name))
 
 
 def from_file(path: Path) -> Cluster:
@@ -68,6 +73,7 @@ def from_section(section: ClusterSection, name: str, source: str = "cluster") ->
         else Cluster.inter_latency_seconds,
         sites=section.sites,
         memory_margin=section.memory_margin,
+        price_per_device_hour=_price(section, device),
         site_bytes_per_second=(section.site_gbps or 0.0) * GBIT,
         site_latency_seconds=section.site_latency_ms * 1e-3,
         sharers=max(1.0, section.devices_per_node / _cores()) if device.backend == "cpu" else 1.0,
@@ -85,6 +91,16 @@ def _measured(section: ClusterSection, device: Device) -> Device:
     if section.memory_gb_per_second:
         changes["memory_bytes_per_second"] = section.memory_gb_per_second * GB
     return replace(device, **changes)
+
+
+def _price(section: ClusterSection, device: Device) -> float:
+    """Price of a device and hour: as given, from the table of list prices, or 0 (unknown)."""
+    if section.price_per_device_hour != "list":
+        return section.price_per_device_hour or 0.0
+    if device.name not in LIST_PRICES:
+        what = f"list given; no list price is known for {device.name}; give a number"
+        raise BadInput("cluster", [Problem("price_per_device_hour", what)])
+    return LIST_PRICES[device.name][0]
 
 
 def _latency(section: ClusterSection, device: Device) -> float:
@@ -191,6 +207,8 @@ def _device(name: str) -> Device:
     """The device kind of exactly that name; raises `BadInput` with similar names otherwise, rather than guess."""
     if name in DEVICES:
         return DEVICES[name]
+    if name.upper().startswith("TPU"):
+        raise BadInput("cluster.device", f"{name!r} given; {TPU}; the known kinds: toolkit strategies --devices")
     meant = find_device(name)
     close = list(dict.fromkeys([*([meant.name] if meant else []), *nearest_names(name)]))
     raise BadInput("cluster.device", f"{name!r} is not a known kind; nearest: {', '.join(close[:3])}; or cpu")

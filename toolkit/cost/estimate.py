@@ -64,6 +64,20 @@ class Time:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Money:
+    """Cost and energy of a plan; None where the price or the power of the device is unknown."""
+
+    per_billion_tokens: float | None
+    """Price of a billion tokens, in the currency of `cluster.price_per_device_hour`."""
+    run: float | None
+    """Price of all steps of the run; None also if the recipe does not say how many."""
+    kwh_per_billion_tokens: float | None
+    """Energy of the devices at their power under load; cooling and hosts come on top."""
+    run_kwh: float | None
+    """Energy of the devices for all steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Memory and time of one plan for one job."""
 
@@ -73,6 +87,12 @@ class Estimate:
     """Device memory available to the job."""
     host_limit_bytes: int
     """Host memory per node available to the job."""
+    step_seconds: tuple[float, float] = (0.0, 0.0)
+    """Interval of the step time: 10 to 90% of runs like this one."""
+    memory_bytes: tuple[float, float] = (0.0, 0.0)
+    """Interval of the memory."""
+    money: Money | None = None
+    """What the run costs."""
     memory_margin_bytes: int = 0
     """Part of the device memory that plans leave free (`cluster.memory_margin`)."""
     tokens_per_second: float

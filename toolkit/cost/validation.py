@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.execution import Execution
-from toolkit.cost.memory import device_bytes
-from toolkit.cost.published import NotScorable, PublishedRow, cluster_size, execution_of, measured_seconds, read_rows
+from toolkit.cost.published import cluster_size, execution_of, figure_kind, measured_seconds, predicted_memory
+from toolkit.cost.published_rows import NotScorable, PublishedRow, read_rows
 from toolkit.cost.timing import seconds
 from toolkit.units import GIB
 
@@ -48,6 +47,9 @@ class Score:
     case: Case
     predicted_seconds: float
     predicted_gib: float
+    """Memory, as the row's figure is meant: allocated, reserved, or that of the driver."""
+    needed_gib: float = 0.0
+    """Memory that the device needs for it, as the driver reports it."""
 
     @property
     def time_error(self) -> float | None:
@@ -108,11 +110,10 @@ def _case(row: PublishedRow) -> Case:
 
 
 def score(case: Case, cal: Calibration = CALIBRATION) -> Score:
-    """Predict a case. Memory figures reported by torch exclude the driver and the collectives library."""
-    torch_figure = re.search(r"reserved|allocated", case.row.text("notes").lower())
-    convention = replace(cal, context_bytes=0.0, collective_bytes=0.0) if torch_figure else cal
-    memory = device_bytes(case.execution, convention).total / GIB
-    return Score(case, seconds(case.execution, cal).total, memory)
+    """Predict a case; memory as the row's figure is meant."""
+    memory = predicted_memory(case.row, case.execution, cal)
+    shown = memory[figure_kind(case.row)] / GIB
+    return Score(case, seconds(case.execution, cal).total, shown, memory["driver"] / GIB)
 
 
 def ranking(scores: Sequence[Score]) -> dict[str, Any]:

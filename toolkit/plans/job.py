@@ -34,6 +34,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             grad_clip=recipe.train.grad_clip,
             **_exchange(recipe.train.outer or Outer()),
             reduce=recipe.train.reduce,
+            steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
         ),
         fixed=recipe.strategy.fixed(),

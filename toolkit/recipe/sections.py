@@ -236,6 +236,8 @@ class ClusterSection:
     """Memory of one device, GiB; default: that of the device kind."""
     memory_margin: float = number(0.04, least=0, most=0.5)
     """Share of a device's memory that plans leave free: predictions are not exact, and fragmentation varies."""
+    price_per_device_hour: float | Literal["list"] | None = number(None, least=0, most=1e6)
+    """Price of one device for an hour, in any currency; `list`: the dated table of list prices in US dollars."""
     matmul_tflops: float | None = number(None, above=0, least=1e-6, most=1e6)
     """Sustained matmul TFLOP/s of one device, as `toolkit probe` measures it; default: that of the device kind."""
     memory_gb_per_second: float | None = number(None, above=0, least=1e-3, most=1e7)

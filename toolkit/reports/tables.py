@@ -21,12 +21,18 @@ NOT_SYNCHRONOUS = "local_sgd does not give the result of synchronous training: i
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     """Print the ranked plans, the bottleneck of each, and one line per refusal."""
     table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
-    for heading in ("", "plan", "step", "tokens/s", "MFU", "memory", "of"):
+    for heading in ("", "plan", "step", "±", "tokens/s", "MFU", "memory", "of"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     for rank, option in enumerate(decision.ranked[:top], 1):
         table.add_row(str(rank), escape(option.plan.describe()), *_cells(option))
     if decision.ranked:
         console.print(table)
+    equal = sum(decision.overlaps_best(option) for option in decision.ranked)
+    if equal > 1:
+        console.print(
+            f"± holds for 8 of 10 runs; {equal} plans overlap with the first: it is the simplest of the fastest",
+            highlight=False,
+        )
     for rank, option in enumerate(decision.ranked[:top], 1):
         console.print(f"{rank}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
     if decision.chosen is not None and decision.chosen.plan.islands > 1:
@@ -52,11 +58,17 @@ def _cells(option: Option) -> tuple[str, ...]:
     used = f"{estimate.memory.total / GIB:.2f}"
     return (
         f"{estimate.time.total * 1000:,.0f} ms",
+        f"{_half_width(option):.0%}",
         f"{estimate.tokens_per_second:,.0f}",
         f"{estimate.mfu:.1%}",
         used if estimate.fits else f"[red]{used}[/]",
         f"{(estimate.memory_limit_bytes - estimate.memory_margin_bytes) / GIB:.1f} GiB",
     )
+
+
+def _half_width(option: Option) -> float:
+    low, high = option.estimate.step_seconds
+    return (high - low) / 2 / option.estimate.time.total
 
 
 def shown_refusals(decision: Decision, each: int = 2) -> list[Refusal]:
