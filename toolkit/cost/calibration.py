@@ -61,8 +61,11 @@ class Calibration:
     """Step. Time per hop of a ring that leaves the node, in units of `Cluster.inter_latency_seconds`."""
     ramp_seconds: float = 45e-6
     """NCCL. Time constant with which a collective reaches full bandwidth as messages grow."""
-    fragmentation: float = 0.14
-    """Memory. What the allocator reserves beyond live tensors, relative to them."""
+    fragmentation: float = 0.04
+    """Memory. What the allocator needs beyond live tensors, relative to them, when the device is almost full: it then
+    returns cached blocks before it fails. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True about half of it."""
+    reserved: float = 0.14
+    """Memory. What the allocator reserves beyond live tensors while there is room."""
     context_bytes: float = 1.4 * GIB
     """Memory. Device context, libraries and workspaces of one process."""
     collective_bytes: float = 0.9 * GIB

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 
+DEVICE_SHARE = 0.99
+"""Fraction of an accelerator's memory that the driver leaves to the job: 79.2 of 80 GiB on an H100 or A100."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """Bytes on the fullest device."""

@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.devices import Device, find_device
 from toolkit.cost.calibration import Calibration
+from toolkit.cost.estimate import DEVICE_SHARE
 from toolkit.cost.execution import RECOMPUTE, Execution, Recompute
 from toolkit.cost.memory import LOGIT_BYTES, QUANTIZED_BYTES, device_bytes
 from toolkit.cost.optimizer_step import state_shards
@@ -19,12 +20,12 @@ from toolkit.units import GB, GBIT, TERA
 
 CHECKPOINTING = (
     (r"unknown|\?", Recompute()),
-    (r"whole moe", Recompute(0.6, 0, 1, 0, kept=0.4)),
-    (r"moe_act", Recompute(stream=0.5, kept=0.7)),
+    (r"whole moe", Recompute(0.6, 0, 1, 0, kept=0.2)),
+    (r"moe_act", Recompute(stream=0.5, kept=0.4)),
     (r"selective_?op", Recompute(0.5, 0, 1, 0.5, kept=0.4)),
     (r"selective_?layer_?2|every.?(2|second)", Recompute(0.5, 0.5, 0.5, 0.5, kept=0.5)),
-    (r"mlp", Recompute(stream=1, mlp_up=1, kept=0.4)),
-    (r"qkv|out_?proj", Recompute(attention=1, stream=1, mlp_up=1, kept=0.3)),
+    (r"mlp", Recompute(stream=1, mlp_up=1, kept=0.25)),
+    (r"qkv|out_?proj", Recompute(attention=1, stream=1, mlp_up=1, kept=0.15)),
     (r"dot", Recompute(attention=1, stream=1, kept=0.5)),
     (r"selective|attention|attn|core", RECOMPUTE["selective"]),
     (r"full|^1$|true|yes|layer|block|uniform", RECOMPUTE["full"]),
@@ -284,7 +285,10 @@ def figure_kind(row: PublishedRow) -> str:
 
 
 def predicted_memory(row: PublishedRow, e: Execution, cal: Calibration) -> dict[str, float]:
-    """Predicted bytes of a row as torch allocates them, as it reserves them, and as the driver reports them."""
+    """Predicted bytes of a row: `allocated` and `reserved` by torch, as the `driver` reports them, and `needed`.
+
+    The allocator reserves more than it needs while there is room, and no more than the device has.
+    """
     if e.expert_tp == 1:  # experts that are not sliced: as if they were distributed over fewer ranks
         e = replace(e, ep=max(1, e.ep // e.tp))
     used = device_bytes(e, cal)
@@ -298,6 +302,18 @@ def predicted_memory(row: PublishedRow, e: Execution, cal: Calibration) -> dict[
         params, states = 2 * params, states * 2 / 3
     logits = used.logits * _loss_bytes(row, e) / LOGIT_BYTES[e.software.fusion]
     live = params + grads + states + used.activations + logits + used.gathered + used.buffers
-    reserved = live * (1 + cal.fragmentation)
     fixed = cal.context_bytes + (cal.collective_bytes if e.cluster.devices > 1 else 0.0)
-    return {"allocated": live, "reserved": reserved, "driver": reserved + fixed}
+    needed = live * (1 + cal.fragmentation)
+    room = e.cluster.device.memory_bytes * DEVICE_SHARE - fixed
+    reserved = max(needed, min(live * (1 + cal.reserved), room))
+    return {"allocated": live, "reserved": reserved, "driver": reserved + fixed, "needed": needed + fixed}
+
+
+def least_memory(row: PublishedRow, e: Execution, cal: Calibration) -> float:
+    """Bytes that a row needs at least: settings that its source does not state are those that save memory."""
+    unknown = re.search(r"unknown|blocks|\?", row.text("act_ckpt").lower())
+    if unknown:
+        e = replace(e, recompute=RECOMPUTE["full"], scores_dropped=True)
+    if "unknown" in row.text("offload").lower():
+        e = replace(e, offload="cpu")
+    return predicted_memory(row, e, cal)["needed"]

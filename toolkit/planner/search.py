@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.cost.estimate import Estimate, Memory, Money
+from toolkit.cost.estimate import DEVICE_SHARE, Estimate, Memory, Money
 from toolkit.cost.execution import of_plan
 from toolkit.cost.memory import memory
 from toolkit.cost.timing import model_flops, seconds
@@ -20,8 +20,6 @@ from toolkit.errors import BadInput
 from toolkit.planner.explain import bottleneck, misfit_reason, would_fit
 from toolkit.plans.plan import Job, Plan, Refusal
 
-DEVICE_SHARE = 0.99
-"""Fraction of an accelerator's memory that the driver leaves to the job: 79.2 of 80 GiB on an H100 or A100."""
 HOST_SHARE = 0.9
 """Fraction of host memory that a plan may use."""
 TIE = 0.02

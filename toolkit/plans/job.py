@@ -39,7 +39,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_problems(job), *_ignored(config), *job_problems(job)]
+    problems = [*_problems(job), *_attention_problems(recipe.model, job), *_ignored(config), *job_problems(job)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -79,6 +79,17 @@ def _problems(job: Job) -> list[Problem]:
     if job.cluster.devices % devices:
         problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))
     return problems
+
+
+def _attention_problems(section: Model, job: Job) -> list[Problem]:
+    """Kernels that the device can't run."""
+    device = job.cluster.device
+    if section.attention != "flash_attention_2" or (device.backend == "cuda" and device.flash_attention):
+        return []
+    if device.backend in ("cuda", "cpu"):
+        what = f"flash_attention_2 given; it needs an NVIDIA device since Ampere, not {device.name}; use sdpa"
+        return [Problem("model.attention", what)]
+    return []
 
 
 def _ignored(config: Mapping[str, Any]) -> list[Problem]:
