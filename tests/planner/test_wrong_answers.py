@@ -89,7 +89,7 @@ def test_bf16_on_v100_is_slow_and_said_to_be() -> None:
 
 
 def test_llama_13b_fits_on_eight_a100_with_40_gib() -> None:
-    """D5: MPT-13B ran so with a micro-batch of 2; the planner refused it for fragmentation that there is no room for."""
+    """D5: MPT-13B ran so with a micro-batch of 2; it was refused for fragmentation that there is no room for."""
     work = job(LLAMA_2_13B, cluster("A100-SXM4-40GB"), global_batch=64)
     plan = Plan(
         strategy="zero", dp=8, zero_stage=3, zero_group=8, micro_batch=1, grad_accum=8, recompute="full"

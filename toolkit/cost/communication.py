@@ -133,7 +133,8 @@ def pipeline_seconds(e: Execution, cal: Calibration) -> float:
     per_stage = e.cluster.devices // e.islands // e.pp
     scattered = e.residual_shards or e.chunks > 1 or e.software.scattered_sends
     size = e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
-    one = send(size, between_nodes=per_stage >= e.cluster.devices_per_node, cluster=e.cluster, cal=cal)
+    # A pipeline is as fast as its slowest transfer: if it spans nodes, that is one between them.
+    one = send(size, between_nodes=per_stage * e.pp > e.cluster.devices_per_node, cluster=e.cluster, cal=cal)
     rounds = (e.grad_accum + (e.pp - 1) / e.chunks) * 2 * e.chunks
     seconds = rounds * one * (cal.interference if e.software.pp_overlap else cal.pipeline_waits)
     return seconds + _between_sites(e, size, per_stage, rounds / e.chunks)

@@ -100,7 +100,7 @@ def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
         pp_comm=communication.pipeline_seconds(e, cal),
         dp_comm=each * layer.zero + communication.step_seconds(e, window, cal),
         optimizer=optimizer_seconds(e, cal),
-        fixed=cal.fixed_seconds,
+        fixed=cal.fixed_seconds + _step_hooks(e, cal),
     )
 
 
@@ -176,11 +176,29 @@ def _behind_host(traffic: float, cost: Pass, spent: float) -> float:
     return max(0.0, traffic - max(0.0, spent - cost.device))
 
 
+def _step_hooks(e: Execution, cal: Calibration) -> float:
+    """Host seconds per step of DeepSpeed with Hugging Face models: norms, copies and flags tensor by tensor."""
+    if not e.software.zero_copies or not e.software.unpadded_vocab or e.cluster.device.backend == "cpu":
+        return 0.0
+    tensors = (TENSORS_GATED if e.model.gated_mlp else TENSORS_PLAIN) * e.layers_per_stage
+    return STEP_HOOKS * cal.zero_host_seconds * (tensors * min(1.0, 100 * e.trained_share))
+
+
+TENSORS_GATED, TENSORS_PLAIN = 9, 12
+"""Parameters of a layer of a Llama (7 matrices, 2 norms), and of a GPT (4 matrices and 2 norms, all with biases)."""
+EXPERT_TENSORS = 3
+"""Matrices of an expert, each fetched by itself where experts are modules of their own."""
+STEP_HOOKS = 2
+"""Times per step that DeepSpeed handles a tensor on the host: when its gradient is reduced, and when it is updated."""
+
+
 def _hook_seconds(e: Execution, cal: Calibration) -> float:
     """Host seconds of ZeRO 3 for the tensors of one layer in the forward pass; twice as many in the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or not e.software.zero_copies:
         return 0.0
-    return cal.zero_host_seconds * e.software.zero_messages
+    share = e.model.moe_layers / e.model.layers
+    experts = EXPERT_TENSORS * e.model.experts / e.ep * share if e.software.expert_loop else 0.0
+    return cal.zero_host_seconds * (e.software.zero_messages + experts)
 
 
 CPU_LAUNCH_SECONDS = 15e-6

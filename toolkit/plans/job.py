@@ -84,12 +84,10 @@ def _problems(job: Job) -> list[Problem]:
 def _attention_problems(section: Model, job: Job) -> list[Problem]:
     """Kernels that the device can't run."""
     device = job.cluster.device
-    if section.attention != "flash_attention_2" or (device.backend == "cuda" and device.flash_attention):
+    if section.attention != "flash_attention_2" or device.flash_attention:
         return []
-    if device.backend in ("cuda", "cpu"):
-        what = f"flash_attention_2 given; it needs an NVIDIA device since Ampere, not {device.name}; use sdpa"
-        return [Problem("model.attention", what)]
-    return []
+    what = f"flash_attention_2 given; it needs a device of Ampere's generation or later, not {device.name}; use sdpa"
+    return [Problem("model.attention", what)]
 
 
 def _ignored(config: Mapping[str, Any]) -> list[Problem]:
