@@ -34,9 +34,11 @@ def test_bad_ranges_are_refused(text: str) -> None:
         parse_devices(text)
 
 
-def test_efficiency_is_relative_to_the_first_that_fits() -> None:
+def test_efficiency_is_relative_to_the_best_and_never_above_one() -> None:
     points = [Point(4, 4, None, "no room"), point(8, 100), point(16, 180), point(32, 240)]
     assert efficiencies(points) == pytest.approx([0, 1, 0.9, 0.6])
+    offloaded_first = [point(8, 50), point(16, 200), point(32, 320)]
+    assert efficiencies(offloaded_first) == pytest.approx([0.5, 1, 0.8])
 
 
 def test_returns_diminish_where_a_doubling_brings_less_than_half() -> None:

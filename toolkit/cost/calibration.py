@@ -39,8 +39,6 @@ class Calibration:
     """Step. The same for traffic between nodes, which moves at a fraction of the memory bandwidth."""
     pipeline_waits: float = 1.74
     """Step. Times that a stage waits for a transfer that does not overlap: sending, and in part receiving."""
-    zero_link: float = 0.869
-    """Step. Share of the bandwidth of collectives that DeepSpeed's ZeRO 3 reaches, which copies to and from buffers."""
     zero_host_seconds: float = 0.000224
     """Step. Host time of DeepSpeed's ZeRO 3 per tensor that is gathered or reduced (hooks, coalescing, release)."""
     fixed_seconds: float = 0.00983

@@ -90,12 +90,12 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     messages = e.software.zero_messages
     everyone, shard = _groups(e)
     wide = everyone if e.zero_variant == "hpz" else shard
-    share = cal.zero_link if e.software.zero_copies else 1.0
-    weights = e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params / share
-    grads = _grad_bytes(e) * params * e.trained_share / share
-    first = gather(weights, wide, e.cluster, cal, messages)
-    back = gather(weights, shard, e.cluster, cal, messages)
-    back += gather(grads, wide, e.cluster, cal, messages)
+    weights = e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params
+    grads = _grad_bytes(e) * params * e.trained_share
+    copied = COPIED / (e.cluster.device.memory_bytes_per_second * cal.stream) if e.software.zero_copies else 0.0
+    first = gather(weights, wide, e.cluster, cal, messages) + copied * weights
+    back = gather(weights, shard, e.cluster, cal, messages) + copied * weights
+    back += gather(grads, wide, e.cluster, cal, messages) + copied * grads
     if not e.software.dp_overlap:
         return first + back
     edges = (first + back) / e.model.layers  # the first gather and the last reduction have nothing to overlap with
@@ -222,6 +222,8 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     return seconds / e.local_steps
 
 
+COPIED = 2.0
+"""Bytes read and written per byte that DeepSpeed's ZeRO 3 copies from a flat buffer, or into one."""
 IN_SWITCH_GAIN = 1.3
 """Speed-up of an all-reduce by reduction in the switch: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
 BUCKET_BYTES = 500e6

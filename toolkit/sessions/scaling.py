@@ -106,8 +106,12 @@ def _reason(decision: Decision) -> str:
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """Return tokens per second per device, relative to the smallest number of devices that has a plan."""
-    base = next((p.tokens_per_second / p.devices for p in points if p.option), 0.0)
+    """Return tokens per second per device, relative to the best of all sizes.
+
+    The smallest size is no measure: its plan may offload or recompute for lack of memory, and larger ones would seem
+    to be more than perfect.
+    """
+    base = max((p.tokens_per_second / p.devices for p in points if p.option), default=0.0)
     return [p.tokens_per_second / p.devices / base if base else 0.0 for p in points]
 
 
