@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import BadInput
+from toolkit.models import meta_spec
 from toolkit.models.architectures import ARCHITECTURES
 from toolkit.models.architectures.table_row import Architecture
 from toolkit.models.architectures.terms import Experts, Shape
-from toolkit.models.config_reader import known_type, resolve, text_config
+from toolkit.models.config_reader import known_type, needs_counting, resolve, text_config
 
 __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
@@ -83,6 +84,8 @@ class ModelSpec:
 def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Hugging Face `config.json`, given as a mapping; of a composite model, its text part."""
     text = text_config(config)
+    if needs_counting(text.get("model_type")):
+        return ModelSpec(**meta_spec.fields(text))
     model_type = known_type(text.get("model_type"))
     row = ARCHITECTURES[model_type]
     shape = resolve(model_type, row, text)
