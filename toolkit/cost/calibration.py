@@ -44,9 +44,9 @@ class Calibration:
     fixed_seconds: float = 0.00983
     """Step. Data loading, logging and synchronisation per step."""
     power: float = 0.328
-    """Dev rows. Exponent by which the sustained rate falls with watts per FLOP below an H100 (700 W, 989 TFLOP/s)."""
+    """Step. Exponent by which the sustained rate falls with watts per FLOP below an H100 (700 W, 989 TFLOP/s)."""
     misaligned: float = 0.613
-    """Dev rows. Relative rate of a matmul with a side that is not a multiple of 64 (BigScience: 14400 and 14336)."""
+    """Step. Relative rate of a matmul with a side that is not a multiple of 64 (BigScience: 14400 and 14336)."""
     intra: float = 0.76
     """NCCL. Share of the link bandwidth inside a node that a large collective reaches."""
     inter: float = 0.70
@@ -73,7 +73,7 @@ class Calibration:
 
 CALIBRATION = Calibration()
 CONSTANTS = tuple(f.name for f in fields(Calibration))
-"""Names of all fitted constants; a test limits them to 20."""
+"""Names of all fitted constants; a test limits them to 25."""
 
 
 @dataclass(frozen=True, kw_only=True)
