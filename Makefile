@@ -9,22 +9,22 @@ INSTALLED := $(VENV)/.installed
 # What tests of many hosts and of Slurm use; without root they are skipped, and say so.
 TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client
 
-.PHONY: demo test quick fuzz check audit format generate clean test-packages
+.PHONY: demo test quick fuzz check audit format generate lock clean test-packages
 
 demo: $(DEMO_INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
 # Two files at a time: tests wait for processes to start, to time out and to end more than they compute.
 test: $(INSTALLED) test-packages
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 25
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 # Without the tests that take long.
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
-# Ten minutes of random files for every reader of files. A case that fails is printed; keep it as an @example.
+# Ten minutes of random files for every reader of files, two readers at a time.
 fuzz: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 tests/fuzz --hypothesis-profile fuzz --timeout 1800
+	$(BIN)/python -m tests.fuzz --seconds 600
 
 # Known vulnerabilities of the pinned packages; fails if there are any. In an environment of its own: pip-audit's own
 # dependencies would change what is pinned.
@@ -61,18 +61,25 @@ test-packages:
 		|| echo "not all of $(TEST_PACKAGES) could be installed: tests that need them are skipped, and say so"; \
 	fi
 
+# The hashes of packages, after a change of constraints.txt.
+lock: $(INSTALLED)
+	$(BIN)/python .ci/lock.py
+
 clean:
 	rm -rf $(VENV) $(VENV)-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 # On Debian `python3 -m venv` needs the package python3-venv: installed where we may, asked for where not.
-$(DEMO_INSTALLED): pyproject.toml constraints.txt
+# What one wheel serves on all machines is checked against its hash.
+$(DEMO_INSTALLED): pyproject.toml constraints.txt .ci/hashes-demo.txt .ci/hashes-rest.txt
 	$(PYTHON) -m venv $(VENV) || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
 		&& apt-get update -q && apt-get install -qy python3-venv && $(PYTHON) -m venv $(VENV); \
 	} || { echo "python3-venv is missing: install it (apt-get install python3-venv), then try again" >&2; exit 1; }
+	$(BIN)/pip install -q --no-deps --require-hashes -r .ci/hashes-demo.txt
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
 
 $(INSTALLED): $(DEMO_INSTALLED)
+	$(BIN)/pip install -q --no-deps --require-hashes -r .ci/hashes-rest.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,gpu,lora,qlora,ray,report,tensorboard,vision]'
 	touch $@

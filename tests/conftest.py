@@ -24,6 +24,31 @@ from toolkit.sessions.resolve import resolve
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
 
+LONGEST = (
+    "commands/test_hosts.py",
+    "commands/test_resume.py",
+    "commands/test_launchers.py",
+    "security/test_closed_door.py",
+    "commands/test_ray.py",
+    "runtime/rehearsal/test_rehearsal.py",
+    "runtime/supervision/test_supervise.py",
+    "launching/test_launch_files.py",
+    "runtime/proofs/test_autotp.py",
+    "commands/test_slurm.py",
+    "test_notebook.py",
+    "security/test_foreign_code.py",
+    "security/test_other_user.py",
+)
+"""Files that take a minute or more: begun last, one of them would keep a core busy while the other has nothing left."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first; the order within a file stays."""
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A jsonl of documents of different lengths."""

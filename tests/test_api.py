@@ -32,6 +32,7 @@ def test_a_shipped_recipe_as_a_tiny_model_and_its_page(tmp_path: Path) -> None:
     assert json.dumps(planned.plan.describe()) in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.slow
 def test_train_resume_and_the_trained_model(
     recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +51,7 @@ def test_train_resume_and_the_trained_model(
     assert "predicted" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_model_of_a_classification_run_has_its_head(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
     config = {
         "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -68,6 +70,7 @@ def test_the_model_of_a_classification_run_has_its_head(recipe_mapping: dict[str
     assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 4)
 
 
+@pytest.mark.slow
 def test_errors_are_one_readable_exception(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"did you mean train\.steps"):
         toolkit.train(recipe_mapping, "train.sterps=3", nproc=2)

@@ -2,16 +2,17 @@
 
 import gc
 
-import deepspeed
 import deepspeed.module_inject.auto_ep_layer
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 - imported by ZeRO when an optimizer is built
-import torch
-import torch._inductor.compile_fx  # noqa: F401 - imported in turn by the Muon optimizer
 import transformers.models.auto.modeling_auto  # noqa: F401
 
 import toolkit.runtime.proofs.coverage
 import toolkit.runtime.run
 import toolkit.runtime.supervision.heartbeat_thread
 import toolkit.worker  # noqa: F401
+from toolkit.runtime.distributed.process_group import compile_on_first_call
+
+compile_on_first_call()  # before the next one, which would import torch's compiler
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - imported by ZeRO when an optimizer is built
 
 gc.freeze()  # keeps the garbage collector of each worker off these objects, so that fork copies no pages for it

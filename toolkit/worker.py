@@ -26,7 +26,15 @@ if __name__ == "__main__":
 
 from toolkit.clusters.reader import of_nodes
 from toolkit.errors import BadInput, RankFailed, ToolkitError
-from toolkit.launching.environment import PARENT, adopt_slurm, free_port, nccl_settings, use_loopback
+from toolkit.launching.environment import (
+    PARENT,
+    adopt_slurm,
+    enter_device_environment,
+    enter_start_directory,
+    free_port,
+    nccl_settings,
+    use_loopback,
+)
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
@@ -99,6 +107,7 @@ class Rank:
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
     """Run as one rank; the exit code is the contract's. `stop` is listening already, if given."""
     args = _parser().parse_intermixed_args(argv)  # overrides may stand behind --run-dir, too
+    enter_start_directory()
     adopt_slurm()
     parent = os.environ.get(PARENT)
     rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None, stop=stop or StopRequest())
@@ -143,6 +152,7 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         os.environ.update(
             RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
+    enter_device_environment((args.run_dir or Path(resolved.recipe.output if resolved else ".")).absolute() / "logs")
     from toolkit.runtime.assemble import RankContext
     from toolkit.runtime.distributed import process_group
     from toolkit.runtime.distributed.rendezvous import Meeting

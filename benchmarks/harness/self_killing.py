@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.checkpoints import store
 from toolkit.runtime.checkpoint import safetensors_writer
-from toolkit.runtime.models import loss
+from toolkit.runtime.models import head_loss, loss
 from toolkit.runtime.pipeline import stage
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
@@ -110,10 +110,14 @@ def spike_at_step_9(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 def scale_losses(factor: Callable[[int], float]) -> None:
     """Multiply the loss of this process's n-th micro-batch, counted from 1, by `factor(n)`."""
-    original, count = loss.SummedCrossEntropy.__call__, [0]
+    count = [0]
 
-    def scaled(self: Any, *args: Any) -> Any:
-        count[0] += 1
-        return original(self, *args) * factor(count[0])
+    def scaled(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            count[0] += 1
+            return original(self, *args) * factor(count[0])
 
-    loss.SummedCrossEntropy.__call__ = scaled
+        return call
+
+    for kind in (loss.SummedCrossEntropy, head_loss.HeadLoss):
+        kind.__call__ = scaled(kind.__call__)

@@ -180,6 +180,7 @@ def test_a_model_too_large_says_by_how_much(capsys: pytest.CaptureFixture[str]) 
     assert "GiB" in message
 
 
+@pytest.mark.slow
 def test_data_without_a_sample_ends_every_worker_with_2(recipe: Path, tmp_path: Path) -> None:
     """Only the workers can count tokens; the message is as clear, and the exit code the same."""
     (tmp_path / "short.txt").write_text("short")
@@ -190,6 +191,7 @@ def test_data_without_a_sample_ends_every_worker_with_2(recipe: Path, tmp_path: 
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_wandb_online_without_a_key_falls_back_to_offline_and_reports_it(recipe: Path, tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "WANDB_API_KEY"} | {"HOME": str(tmp_path)}
     done = run_cli("train", str(recipe), "metrics.wandb.mode=online", "train.steps=1", "--nproc", "1", env=env)

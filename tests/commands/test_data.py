@@ -41,6 +41,7 @@ def test_the_json_follows_the_contract_and_the_world_changes_nothing(
             assert [i for share in step["replicas"] for i in share] == step["sample_ids"]
 
 
+@pytest.mark.slow
 def test_strategies_train_on_the_samples_that_are_shown(
     recipe: Path, train: Trainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_tokenizer_is_learned_and_used(
     assert "at least 261" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["null", "{rank: 4}"])
 def test_a_sample_shows_what_was_learned(train: Trainer, capsys: pytest.CaptureFixture[str], lora: str) -> None:
     steps = 60 if lora == "null" else 2

@@ -44,6 +44,7 @@ def test_a_hugging_face_directory_bit_by_bit(train: Trainer, tmp_path: Path, tie
         assert torch.equal(parameter, reader.full(name, "weight").to(torch.bfloat16)), name
 
 
+@pytest.mark.slow
 def test_an_exported_directory_is_a_model_path(train: Trainer, tmp_path: Path) -> None:
     done = train(*SAVE, nproc=1)
     assert cli.main(["export", str(done.run.path), str(tmp_path / "out")]) == 0
@@ -57,6 +58,7 @@ FOUR_BITS = BitsAndBytesConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "4bit"])
 def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str) -> None:
     """Also on a 4-bit base: ZeRO gives the losses of one process, and merging dequantizes the base."""

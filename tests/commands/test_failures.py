@@ -131,6 +131,7 @@ def test_ports_out_of_range(command: str, port: str, capsys: pytest.CaptureFixtu
     assert f"--port: {port} given; 0 to 65535 is required" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_directory_with_markup_in_its_name(recipe: Path, tmp_path: Path) -> None:
     path = tmp_path / "a[" / "b] ünï"
     done = process("train", str(recipe), "--nproc", "1", "train.steps=1", "--run-dir", str(path))
@@ -151,6 +152,7 @@ def test_a_read_only_place(recipe: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert "/proc/" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_home_with_a_umask_and_a_path_of_spaces_and_unicode(recipe: Path, tmp_path: Path) -> None:
     place = tmp_path / "ein Weg – mit ünïcode"
     place.mkdir()

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.harness.hosts import Hosts, why_not
 from benchmarks.harness.slow_link import move_into
 from tests.conftest import Trainer
 from tests.helpers import launching_page
-from tests.helpers.hosts import Hosts, why_not
 from toolkit.recipe.file import dump_recipe, load_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.runtime.hosts.agent import SILENCE_SECONDS

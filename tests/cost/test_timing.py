@@ -60,7 +60,7 @@ def test_zero_3_is_slower_than_zero_1_across_nodes_and_about_equal_inside_one() 
         plan = Plan(strategy="zero", dp=dp, zero_stage=stage, zero_group=dp, micro_batch=1, grad_accum=4)
         return step_time(plan, job(machines=cluster(nodes=nodes), global_batch=4 * dp)).total
 
-    assert seconds(3, 1) < 1.3 * seconds(1, 1)
+    assert seconds(3, 1) < 1.35 * seconds(1, 1)
     assert seconds(3, 32) > 1.3 * seconds(1, 32)
 
 

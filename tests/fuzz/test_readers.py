@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import tempfile
 import time
@@ -57,7 +58,8 @@ def replaced(data: bytes, changes: list[tuple[list[int], Any]]) -> bytes:
             node = node[inner[pick % len(inner)]]
         keys = list(node) if isinstance(node, dict) else list(range(len(node))) if isinstance(node, list) else []
         if keys:
-            node[keys[picks[-1] % len(keys)]] = value
+            # A copy: a value that is put in twice would be changed, or contain itself, at the second place.
+            node[keys[picks[-1] % len(keys)]] = copy.deepcopy(value)
     return json.dumps(document).encode() + b"\n"
 
 

@@ -335,6 +335,7 @@ def test_any_mapping_is_counted_or_refused(config: dict[str, Any], model_type: A
     assert_counted_or_refused({**config, "model_type": model_type})
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(st.data(), st.sampled_from(sorted(ARCHITECTURES)))
 def test_small_config_with_one_value_replaced_is_counted_or_refused(data: st.DataObject, model_type: str) -> None:

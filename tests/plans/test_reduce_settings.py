@@ -42,7 +42,7 @@ def reason(plan: Plan, *, cpu: bool = False, nodes: int = 2, **section: Any) -> 
         (ZERO_2, {}, {"predivide": 2.0}, "divide before the sum"),
         (ZERO_2, {"cpu": True}, {"overlap": True}, "device streams"),
         (ZERO_0, {}, {"overlap": True}, "after the backward pass"),
-        (ZERO_1, {}, {"overlap": True}, "after the backward pass"),
+        (replace(ZERO_1, grad_accum=2), {}, {"overlap": True}, "after the backward pass"),
         (ZERO_0, {"cpu": True}, {"algorithm": "tree"}, "NCCL algorithms"),
         (ZERO_2, {}, {"algorithm": "hierarchical"}, "only ZeRO 0"),
         (replace(ZERO_0, dp=8), {"nodes": 1}, {"algorithm": "hierarchical"}, "several hosts"),
@@ -55,6 +55,7 @@ def test_what_a_plan_would_not_use_is_refused(plan: Plan, where: Any, section: A
 
 def test_what_a_plan_uses_is_not_refused() -> None:
     assert reason(ZERO_0, algorithm="hierarchical", scaling="pre") is None
+    assert reason(ZERO_1, overlap=True) is None, "one micro-batch is not summed"
     assert reason(ZERO_2, algorithm="ring", overlap=True, dtype="fp32", bucket_elements=10**7) is None
 
 

@@ -157,6 +157,7 @@ VALUES = st.recursive(
 PATHS = st.sampled_from([key.path for key in recipe_keys()] + ["train.global_bacth", "x.y", "model.config.hidden_size"])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(PATHS, VALUES, min_size=1, max_size=4))
 def test_no_malformed_recipe_gives_a_traceback(

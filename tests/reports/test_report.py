@@ -129,6 +129,7 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "train.steps" in shown
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser(run: Path, tmp_path: Path) -> None:
     page = render([read_run(run)])
     assert len(page.encode()) < 8e6
@@ -146,6 +147,7 @@ def test_the_page_in_a_browser(run: Path, tmp_path: Path) -> None:
     )  # 80 ms of forward and backward, 70 predicted
 
 
+@pytest.mark.slow
 def test_the_page_of_several_runs_in_a_browser(run: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path / "second", [record(step, loss=1.0) for step in range(1, 4)])
     shown = dom(render([read_run(run), read_run(other)]), "", tmp_path)

@@ -20,6 +20,7 @@ RAMP = (
 )
 
 
+@pytest.mark.slow
 def test_every_stage_grows_like_one_process_and_goes_on(train: Trainer, tmp_path: Path) -> None:
     alone = train(*RAMP, "strategy.name=data_parallel", "strategy.micro_batch=1", nproc=1)
     tokens = [record["tokens"] for record in alone.records]
@@ -35,6 +36,7 @@ def test_every_stage_grows_like_one_process_and_goes_on(train: Trainer, tmp_path
     assert largest_difference(alone.losses[3:], rest.losses) < 1e-5
 
 
+@pytest.mark.slow
 def test_sums_and_16_bits_grow_too(train: Trainer) -> None:
     base = ("train.steps=3", "train.batch_ramp={start: 2, stage_steps: 1}", "train.grad_clip=0")
     axes = ("strategy.name=zero", "strategy.zero_stage=1", "model.precision=bf16")

@@ -8,6 +8,7 @@ from tests.helpers.parallel import ONE, SGD, assert_same, model, run
 from toolkit.plans.plan import Plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage", "dp"), [("gpt2", 0, 1), ("llama", 1, 2)])
 def test_hybrids_under_sgd_with_a_tight_clip(kind: str, stage: int, dp: int) -> None:
     plan = Plan(

@@ -28,6 +28,7 @@ def one_process(kind: str, data: str = "full") -> Trajectory:
     return run(model(kind), ONE, data=data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_dropout_is_reproducible_bit_by_bit(name: str) -> None:
     section = model("llama" if name == "sequence_parallel" else "gpt2", dropout=0.2)

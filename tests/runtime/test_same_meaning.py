@@ -23,6 +23,7 @@ SYNCHRONOUS = [name for name in strategies.registry() if name != "local_sgd"]
 """Islands of local_sgd take other updates between two exchanges, by design: tests/runtime/test_local_sgd.py."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_metrics_mean_the_same(train: Trainer, references: dict[tuple[str, ...], Finished], name: str) -> None:
     nproc, base = OTHERS.get(name, (2, UNEVEN))

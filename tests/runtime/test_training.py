@@ -52,6 +52,7 @@ def test_strategies_are_loss_identical(assert_same: Check, overrides: tuple[str,
     assert_same(*overrides)
 
 
+@pytest.mark.slow
 def test_hpz_on_four_processes(assert_same: Check) -> None:
     axes = ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=hpz", "strategy.zero_group=2")
     assert_same(*axes, nproc=4)
@@ -65,6 +66,7 @@ def test_uneven_token_counts_weigh_alike(assert_same: Check, stage: int) -> None
     assert_same(f"strategy.name={name}", f"strategy.zero_stage={stage}", "strategy.micro_batch=1", base=base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tight_clipping_under_sgd(assert_same: Check, stage: int) -> None:
     """Adam hides a wrong scale of gradients; SGD with a clip that always bites does not."""
@@ -86,6 +88,7 @@ def test_sum_of_gradients_is_the_batch_times_the_mean(train: Trainer) -> None:
     assert total.norms[0] == pytest.approx(8 * mean.norms[0], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_stays_near_fp32(train: Trainer, references: dict[tuple[str, ...], Finished], stage: int) -> None:
     name = "zero" if stage else "data_parallel"
@@ -95,6 +98,7 @@ def test_bf16_stays_near_fp32(train: Trainer, references: dict[tuple[str, ...], 
     assert rough.losses != exact.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_lora_trains_adapters_alike(assert_same: Check, stage: int) -> None:
     name = "zero" if stage else "data_parallel"
@@ -130,6 +134,7 @@ def test_warmup_and_learning_rate_are_those_of_the_schedule(train: Trainer) -> N
     assert [r["lr"] for r in done.records] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.008, 0.008, 0.008, 0.008])
 
 
+@pytest.mark.slow
 def test_epochs_become_steps(train: Trainer) -> None:
     one = train("train={global_batch: 8, epochs: 1}")
     two = train("train={global_batch: 8, epochs: 2}")

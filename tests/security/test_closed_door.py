@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import signal
 import socket
@@ -26,6 +27,8 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT = datetime.timedelta(seconds=20)
 NOBODY = 65534
+ROUNDS = 5
+"""How often a stranger's process tries every port."""
 STRANGER = """
 import socket, sys
 opened = []
@@ -37,6 +40,30 @@ for target in sys.argv[1:]:
     except OSError:
         pass
 print(*opened)
+"""
+
+
+INTRUDER = """
+import contextlib, pickle, socket, struct, sys
+from concurrent.futures import ThreadPoolExecutor
+class Payload:
+    def __reduce__(self):
+        return (open, (sys.argv[1], "w"))
+def said(data):
+    return struct.pack("<Q", len(data)) + data
+# torch's protocol (2.13): a magic number, then 7 counts the keys and 1 sets one.
+HELLO, COUNT, SET = b"\\0" + struct.pack("<I", 0x3C85F7CE), b"\\7", b"\\1" + said(b"/stranger") + said(b"was here")
+def visit(port):
+    store = False
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=0.3) as door:
+        door.sendall(HELLO + SET + COUNT)
+        store = len(door.recv(8)) == 8
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=0.3) as door:
+        door.sendall(pickle.dumps(Payload()) * 100)
+    return store
+with ThreadPoolExecutor(64) as pool:
+    visits = list(zip(sys.argv[3:] * int(sys.argv[2]), pool.map(visit, sys.argv[3:] * int(sys.argv[2]))))
+print(*{port for port, store in visits if store})
 """
 
 
@@ -104,7 +131,7 @@ def running(request: pytest.FixtureRequest, recipe_mapping: dict[str, Any], tmp_
 def test_another_user_finds_a_closed_door(running: psutil.Process) -> None:
     family = [running, *running.children(recursive=True)]
     doors = {c.laddr for each in family for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    assert len(doors) > 2, "a store and gloo's sockets"
+    assert len(doors) > 1, "gloo's sockets"
     assert {door.ip for door in doors} == {"127.0.0.1"}
     targets = [f"{address}:{door.port}" for address in own_addresses() for door in doors]
     assert targets, "this host needs an address besides loopback"
@@ -113,12 +140,63 @@ def test_another_user_finds_a_closed_door(running: psutil.Process) -> None:
     assert strangers_way_in([f"127.0.0.1:{some.port}"]) == [f"127.0.0.1:{some.port}"], "the stranger can connect at all"
 
 
+def test_another_user_reaches_no_store_and_ends_no_run(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """Fifty tries from the first moment of a run: count a store's keys, change one, send pickles to every port."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_mapping))
+    command = [sys.executable, "-m", "toolkit.cli", "train", str(tmp_path / "recipe.yaml"), "train.steps=400"]
+    alone = tmp_path / "alone"
+    assert subprocess.run([*command, "--nproc", "2", "--run-dir", str(alone)]).returncode == 0
+    attacked, proof = tmp_path / "attacked", tmp_path / "proof"
+    tmp_path.chmod(0o777)
+    process = subprocess.Popen([*command, "--nproc", "2", "--run-dir", str(attacked)])
+    tries = 0
+    while process.poll() is None:
+        ports = {door.port for door in open_doors(psutil.Process(process.pid))}
+        tries += ROUNDS * bool(ports)
+        assert stores_found(sorted(ports), proof) == []
+    assert process.returncode == 0
+    assert tries >= 50
+    assert not proof.exists(), "a stranger's code ran"
+    assert losses(attacked) == losses(alone)
+
+
+def test_the_stranger_recognises_a_store(tmp_path: Path) -> None:
+    """The attack above would find a store that listens."""
+    store = serve("127.0.0.1", 0, TIMEOUT)
+    assert stores_found([store.port], tmp_path / "proof") == [store.port]
+    assert store.get("stranger") == b"was here"
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def open_doors(process: psutil.Process) -> set[Any]:
+    """Addresses at which a process and its descendants listen now."""
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for each in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                found |= {c.laddr for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def stores_found(ports: list[int], proof: Path) -> list[int]:
+    """The ports at which another user finds a store; every port gets a pickle that would create `proof`."""
+    done = as_stranger(INTRUDER, [str(proof), str(ROUNDS), *map(str, ports)])
+    return [int(port) for port in done.split()]
+
+
 def strangers_way_in(targets: list[str]) -> list[str]:
     """The targets to which a process of another user can connect."""
+    return as_stranger(STRANGER, targets).split()
+
+
+def as_stranger(code: str, arguments: list[str]) -> str:
+    """Output of Python code that another user runs; the same user's if this test has no right to change users."""
     uid = NOBODY if os.getuid() == 0 else None
-    command = ["/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable, "-c", STRANGER, *targets]
-    done = subprocess.run(command, user=uid, cwd="/", capture_output=True, text=True, check=True, timeout=300)
-    return done.stdout.split()
+    command = ["/usr/bin/python3" if Path("/usr/bin/python3").exists() else sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, user=uid, cwd="/", capture_output=True, text=True, check=True, timeout=300).stdout
 
 
 def own_addresses() -> list[str]:

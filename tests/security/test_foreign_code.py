@@ -22,8 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = ("psutil", "datasets", "transformers", "torch", "yaml", "deepspeed")
 
 
-# Not accelerate: its launcher (1.15) itself adds the current directory to PYTHONPATH; docs/security.md says so.
-@pytest.mark.parametrize("launcher", ["local", "deepspeed", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", "deepspeed", "torchrun", "accelerate"])
 def test_files_of_the_current_directory_are_not_imported(
     recipe_mapping: dict[str, Any], tmp_path: Path, launcher: str
 ) -> None:

@@ -64,7 +64,8 @@ def test_a_real_curve_loses_efficiency_under_strong_scaling() -> None:
     work = job(LLAMA_2_7B, global_batch=64)
     points = curve(work, [8, 16, 64, 128], lambda grown: Zero().propose(grown), weak=False)
     rates = efficiencies(points)
-    assert rates[0] == 1
+    assert rates[0] > 0.95
+    assert max(rates) == 1
     assert rates[2] < 0.95
     assert points[3].option is None
     assert "global batch 64 can't be split over 128" in points[3].reason

@@ -16,8 +16,9 @@ from rich.table import Table
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
 from toolkit.reports.figures import size
-from toolkit.runtime.rehearsal.report import PARTS, RoleReport
-from toolkit.sessions.rehearse import Rehearsal, rehearse, totals, verdict
+from toolkit.runtime.rehearsal.reduced import describe
+from toolkit.runtime.rehearsal.report import PARTS, RoleReport, model_part
+from toolkit.sessions.rehearse import Rehearsal, rehearse, verdict
 from toolkit.sessions.resolve import resolve
 from toolkit.units import TERA
 
@@ -62,7 +63,7 @@ MEASURES = ("peak in a step", "start, device", "start, host", *PARTS, "TFLOP per
 def _columns(result: Rehearsal) -> dict[str, tuple[str, ...]]:
     """Heading → values in the order of `MEASURES`: the prediction, then one column per rehearsed rank."""
     memory = asdict(result.option.estimate.memory)
-    predicted = (size(result.predicted_bytes), "", "", *(size(memory[part]) for part in PARTS), "", "", "")
+    predicted = (size(result.predicted_bytes), "", "", *(_predicted(memory, part) for part in PARTS), "", "", "")
     columns = {"predicted": predicted}
     for role in result.roles:
         step = role.step
@@ -76,6 +77,11 @@ def _columns(result: Rehearsal) -> dict[str, tuple[str, ...]]:
             f"{role.wall_seconds:.0f} s",
         )
     return columns
+
+
+def _predicted(memory: dict[str, int], part: str) -> str:
+    """A part of the memory model, which has buckets and temporary tensors as one."""
+    return "" if part == "temporary" else size(memory[model_part(part)])
 
 
 def _show(result: Rehearsal, console: Console) -> None:
@@ -93,7 +99,13 @@ def _show(result: Rehearsal, console: Console) -> None:
 
 def _lines(result: Rehearsal) -> list[str]:
     fullest = max(result.roles, key=result.needed_bytes)
-    lines = [verdict(result), f"peak of rank {fullest.rank} at {fullest.step.peak_at}", *_details(fullest)]
+    ran = describe(fullest, result.option.plan.grad_accum)
+    lines = [
+        verdict(result),
+        f"rank {fullest.rank}: {ran}",
+        f"peak of rank {fullest.rank} at {fullest.step.peak_at}",
+        *_details(fullest),
+    ]
     if result.mismatches:
         lines += [f"collectives differ: group {list(one.group)[:16]}: {one.what}" for one in result.mismatches]
     elif len(result.roles) > 1:
@@ -106,7 +118,7 @@ def _details(role: RoleReport) -> list[str]:
     lines = [
         f"  {size(one.bytes):>10} {one.part:11} {list(one.shape)} {one.dtype}: {one.where}" for one in step.largest
     ]
-    for row in totals(step.collectives):
+    for row in step.traffic:
         lines.append(f"  {row['kind']} over {len(row['group'])} ranks: {row['calls']} calls, {size(row['bytes'])}")
     return lines + [f"  host waits {count} times: {site}" for site, count in step.host_syncs.items()]
 

@@ -60,12 +60,12 @@ class Calibration:
     ZeRO 3 on 512 and 1,024 devices (DeepSpeed on Azure)."""
     ramp_seconds: float = 45e-6
     """NCCL. Time constant with which a collective reaches full bandwidth as messages grow."""
-    fragmentation: float = 0.04
+    fragmentation: float = 0.02
     """Memory. What the allocator needs beyond live tensors, relative to them, when the device is almost full: it then
-    returns cached blocks before it fails. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True about half of it."""
+    returns cached blocks before it fails."""
     reserved: float = 0.14
     """Memory. What the allocator reserves beyond live tensors while there is room."""
-    context_bytes: float = 1.4 * GIB
+    context_bytes: float = 1.2 * GIB
     """Memory. Device context, libraries and workspaces of one process."""
     collective_bytes: float = 0.9 * GIB
     """Memory. Buffers of the collectives library, if there is more than one device."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 DEVICE_SHARE = 0.99
 """Fraction of an accelerator's memory that the driver leaves to the job: 79.2 of 80 GiB on an H100 or A100."""
+APART = ("host", "start", "host_start")
+"""Fields of `Memory` that are not bytes of a step on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,25 @@ class Memory:
     """Device context, libraries, fragmentation."""
     host: int = 0
     """Bytes on the host of one node (offload); not part of `total`."""
+    start: int = 0
+    """Peak on the device until the engine exists, overhead included; not part of `total`."""
+    host_start: int = 0
+    """Peak on the host of one node until the engine exists; not part of `total`."""
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "host")
+        """Bytes on the device in a step."""
+        return sum(getattr(self, f.name) for f in fields(self) if f.name not in APART)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the device must have: for a step, or for the start if that needs more."""
+        return max(self.total, self.start)
+
+    @property
+    def host_peak(self) -> int:
+        """Bytes that the host of a node must have."""
+        return max(self.host, self.host_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,4 +122,4 @@ class Estimate:
     def fits(self) -> bool:
         """Whether the plan fits on device and host."""
         usable = self.memory_limit_bytes - self.memory_margin_bytes
-        return self.memory.total <= usable and self.memory.host <= self.host_limit_bytes
+        return self.memory.peak <= usable and self.memory.host_peak <= self.host_limit_bytes

@@ -9,6 +9,7 @@ from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
 from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
+from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
@@ -104,6 +105,11 @@ class Execution:
     """Whether gradients are reduced inside hosts first, then in shards between them."""
     drops_gradients: bool = False
     """Whether gradients are freed after each update (DeepSpeed) instead of staying in buffers (Megatron)."""
+    accumulates_apart: bool = False
+    """Whether fp32 gradients of all parameters stay allocated between steps (DeepSpeed's `BF16_Optimizer`)."""
+    frees_gradients: bool = False
+    """Whether ZeRO 1 frees gradients outside a rank's shard in the backward pass, as ZeRO 2 does: with one micro-batch
+    and a reduction that overlaps (rehearsed: 33.8 GiB for Llama 8B on 8 devices, 47 with all gradients)."""
     master_weights: bool = True
     """Whether 16-bit training keeps fp32 weights and states."""
 
@@ -148,6 +154,19 @@ class Execution:
         return -(-self.model.layers // self.pp)
 
 
+QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
+and a 32-bit constant per 256 of those."""
+
+
+def quantized_width(e: Execution) -> float:
+    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
+    model = e.model
+    routed = model.experts * (3 if model.gated_mlp else 2) * model.hidden * model.expert_ffn
+    linear = sum(model.layer_params) - model.moe_layers * routed
+    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
+
+
 LATENT = 0.8
 """Attention with fewer parameters than this share of plain attention is latent (DeepSeek)."""
 
@@ -189,7 +208,8 @@ def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
 def of_plan(plan: Plan, job: Job) -> Execution:
     """The execution of a plan by DeepSpeed with a Hugging Face model."""
     work = job.workload
-    overlap = plan.pp == 1 and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
+    reduces_early = plan.zero_stage > 0 and plan.pp == 1 and not accumulates_apart(plan)
+    overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     software = _deepspeed(flash=work.flash_attention, overlap=overlap)
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
@@ -203,7 +223,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         element_bytes=4 if plan.precision == "fp32" else 2,
         emulated=plan.precision == "bf16" and not job.cluster.device.flash_attention,
         reduces_every_micro_batch=plan.zero_stage >= 2,
-        drops_gradients=True, offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
+        drops_gradients=True, accumulates_apart=accumulates_apart(plan),
+        frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
+        offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
         exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
         exchange_states=work.exchange_states,

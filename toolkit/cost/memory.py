@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, layer_shape, of_plan
+from toolkit.cost.execution import Execution, layer_shape, of_plan, quantized_width
 from toolkit.cost.operators import LayerShape
 from toolkit.cost.optimizer_step import MOMENTS, state_shards
+from toolkit.cost.start import start_bytes
 from toolkit.plans.deepspeed_config import bucket_elements
 from toolkit.plans.plan import Job, Plan
 
@@ -16,9 +17,6 @@ LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 IN_USE_LAYERS = 1.5
 """Further layers that ZeRO 3 has gathered: the one in use, and on average half of the next."""
-QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
-and a 32-bit constant per 256 of those."""
 PINNED_BUFFERS = 1.1
 """Host memory for offload relative to the tensors themselves: pinned staging buffers come on top."""
 
@@ -52,10 +50,14 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         parts["optimizer"] += _exchange_bytes(e, params)
     kept = kept_bytes(e, layers, _in_flight(e, index))
     parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
+    if _without_buckets(e, parts):
+        parts["buffers"] = 0.0
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
     parts["host"] = _host_bytes(e, params)
+    start = start_bytes(e, params, _buffers(e, params))
+    parts["start"], parts["host_start"] = start.device + _overhead(e, start.device, cal), start.host
     return Memory(**{name: int(size) for name, size in parts.items()})
 
 
@@ -75,9 +77,16 @@ def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> 
             tail = max(tail, norm(e, LAST_NORM_LIVE))
     if e.drops_gradients and not last:
         kept += ARRIVED * layer_input_bytes(e)
-    if not e.drops_gradients or e.grad_accum > 1 or not last:
+    stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
+    if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
         return kept + max(tail, live) - logits
     return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
+
+
+def _without_buckets(e: Execution, parts: dict[str, float]) -> bool:
+    """Whether the peak is where the gradients of the logits appear: ZeRO 1 and 2 have no buckets yet (rehearsed)."""
+    late = e.drops_gradients and e.zero_stage in (1, 2) and e.cluster.device.backend != "cpu" and e.pp == 1
+    return late and parts["logits"] > live_bytes(e) + parts["buffers"]
 
 
 def _last_layers(e: Execution) -> int:
@@ -115,16 +124,10 @@ def _param_bytes(e: Execution, params: float) -> float:
     if e.offload.endswith("_params"):
         return second
     if e.quantized_base:
-        return params * _quantized_width(e) + e.element_bytes * params * e.trained_share
+        return params * quantized_width(e) + e.element_bytes * params * e.trained_share
     if e.zero_stage < 3 or e.pp > 1:  # in a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
     return e.element_bytes * params / state_shards(e) + second
-
-
-def _quantized_width(e: Execution) -> float:
-    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
-    linear = sum(e.model.layer_params) - e.model.moe_layers * _routed_params(e)
-    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
 
 
 def _has_second_copy(e: Execution, params: float) -> bool:
@@ -135,9 +138,11 @@ def _has_second_copy(e: Execution, params: float) -> bool:
 def _grad_bytes(e: Execution, params: float) -> float:
     """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share
-    width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
-    if e.zero_stage < 2 or e.pp > 1:
+    width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
+    if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
         return width * trained
+    if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):
+        width = 4  # shards are summed in fp32; ZeRO 3 keeps a buffer for them between steps, too
     return 0.0 if e.offload != "none" else width * trained / state_shards(e)
 
 
@@ -168,16 +173,20 @@ def _gathered(e: Execution) -> float:
         return 0.0
     layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
-    kept = min(LIVE_ELEMENTS, e.model_params / e.tp) if e.drops_gradients else layer / 2
+    if not e.drops_gradients:
+        return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
+    kept = min(LIVE_ELEMENTS, e.model_params / e.tp)
+    if e.cluster.device.backend != "cpu" and logit_bytes(e) > live_bytes(e):  # at the peak the head is in use
+        return e.element_bytes * max(kept, table)
     return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
 
 
 def _buffers(e: Execution, params: float) -> float:
     """Bytes of the reduction buckets, allocated in full; two of them if reduction overlaps with the backward pass."""
-    if e.zero_stage == 0 or (e.replicas == 1 and not e.drops_gradients):
+    if e.zero_stage == 0 or e.accumulates_apart or (e.replicas == 1 and not e.drops_gradients):
         return 0.0
     width = 4 if e.element_bytes == 4 else e.software.grad_bytes
-    buckets = 2 if e.software.dp_overlap else 1
+    buckets = 2 if e.software.dp_overlap and not (e.drops_gradients and e.zero_stage == 3) else 1
     if e.drops_gradients:  # DeepSpeed 0.19.8 allocates them even if there is nothing to reduce
         return buckets * width * _own_bucket(e)
     return buckets * width * min(BUCKET_ELEMENTS, _largest_bucket(e), params * e.trained_share)
@@ -192,6 +201,8 @@ def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:
     if e.offload != "none" or not e.master_weights:
         return 0.0
     trained = params * e.trained_share
+    if e.accumulates_apart:  # fp32 gradients are updated in place; a copy in 16 bits is sent
+        return max(0.0, e.element_bytes * trained - parts["activations"] - parts["logits"])
     need = 4 * trained / state_shards(e) if e.element_bytes == 2 else 0.0
     if e.drops_gradients and e.replicas > 1:
         flat = e.element_bytes * min(_own_bucket(e) if e.zero_stage else e.bucket_elements or BUCKET_ELEMENTS, trained)
@@ -205,7 +216,9 @@ def _freed(e: Execution, parts: dict[str, float]) -> float:
     if not e.drops_gradients:
         return freed + parts["gathered"]
     in_use = IN_USE_LAYERS * e.element_bytes * max(e.model.layer_params) / e.tp if e.zero_stage == 3 else 0.0
-    return freed + in_use + (parts["grads"] if e.zero_stage == 1 else 0.0)  # ZeRO 1 has moved gradients into shards
+    return (
+        freed + in_use + (parts["grads"] if e.zero_stage == 1 and not e.frees_gradients else 0.0)
+    )  # ZeRO 1 has moved gradients into shards
 
 
 def _largest_bucket(e: Execution) -> float:
@@ -329,7 +342,7 @@ def layer_input_bytes(e: Execution) -> float:
 
 def live_bytes(e: Execution) -> float:
     """Further bytes for the layer in the backward pass: gradients, recomputed activations and output."""
-    if e.cluster.device.backend != "cpu":
+    if not e.drops_gradients:
         return (1 - e.recompute.kept + GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e)
     again = 1 - e.recompute.kept
     output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
@@ -338,7 +351,8 @@ def live_bytes(e: Execution) -> float:
 
 def logit_bytes(e: Execution) -> float:
     """Bytes of the logits, their fp32 copy and gradient on the last stage."""
-    each = FP32_LOGIT_BYTES if e.element_bytes == 4 else LOGIT_BYTES[e.software.fusion]
+    own = e.element_bytes == 4 or e.drops_gradients  # the toolkit's loss takes fp32 logits; 16-bit ones are freed
+    each = FP32_LOGIT_BYTES if own else LOGIT_BYTES[e.software.fusion]
     return each * e.slice.tokens * e.model.vocab / e.tp
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +13,18 @@ from toolkit.errors import BadInput
 
 PARENT = "TOOLKIT_PARENT"
 """Environment variable with the supervisor's process id; a worker ends itself when that process is gone."""
-_EXPORTED = ("NCCL_", "GLOO_", "UCX_", "HF_", "TRANSFORMERS_", "WANDB_", "TORCH_", "OMP_", "DS_", "LD_LIBRARY_PATH")
+RENDEZVOUS = "TOOLKIT_RENDEZVOUS"
+"""Environment variable with the file through which the ranks of one host meet; without it they meet at MASTER_ADDR."""
+START_DIRECTORY = "TOOLKIT_START_DIRECTORY"
+"""Environment variable with the directory that a worker changes to, if its launcher was started in another one."""
+_EXPORTED = (
+    *("NCCL_", "GLOO_", "UCX_", "FI_", "HF_", "TRANSFORMERS_", "WANDB_", "OMP_", "DS_", "LD_LIBRARY_PATH"),
+    *("TORCH_", "PYTORCH_", "TRITON_", "CUDA_"),
+)
+_OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES",)
+"""Settings that are not passed on: the device numbers of one host say nothing about another."""
 """Prefixes of the settings that are passed to other hosts."""
+_OLD_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 NCCL_ALGORITHMS = {"ring": "Ring", "tree": "Tree"}
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
 
@@ -36,7 +46,11 @@ def set_own_ray() -> None:
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that other hosts get. They include secrets: pass them through ssh, never in an argv."""
-    return {key: value for key, value in env.items() if key.startswith(_EXPORTED) or key.upper() in _PROXIES}
+    return {
+        key: value
+        for key, value in env.items()
+        if (key.startswith(_EXPORTED) or key.upper() in _PROXIES) and key not in _OF_ONE_HOST
+    }
 
 
 def nccl_settings(algorithm: str, env: Mapping[str, str]) -> dict[str, str]:
@@ -48,6 +62,57 @@ def nccl_settings(algorithm: str, env: Mapping[str, str]) -> dict[str, str]:
         what = f"{algorithm} given, but the environment has NCCL_ALGO={given}; remove one of them"
         raise BadInput("train.reduce.algorithm", what)
     return {"NCCL_ALGO": wanted}
+
+
+def device_settings(env: Mapping[str, str], logs: Path) -> dict[str, str]:
+    """Return the variables that a worker on an accelerator starts with; those that the user has set are kept.
+
+    Expandable segments keep torch's allocator from fragmenting when sizes vary between steps. NCCL's flight recorder
+    writes the last collectives of every rank to `logs` when one times out, so that a hang names the collective.
+    """
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-rank-"),
+    }
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
+        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    older = {"TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE": _OLD_DUMP}
+    return {key: value for key, value in wanted.items() if key not in env and older.get(key, key) not in env}
+
+
+def device_ordinal(local_rank: int, visible: int) -> int:
+    """Return the number of a rank's device among those that its process can see.
+
+    `srun --gpus-per-task=1` and Kubernetes show every process a single device, which is number 0 for each of them.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        what = f"local rank {local_rank} needs a device of its own, and this process sees {visible}"
+        raise BadInput("devices", f"{what}; start fewer processes per host, or check CUDA_VISIBLE_DEVICES")
+    return local_rank
+
+
+def cores_near(pci_address: str, allowed: Collection[int], sysfs: Path = Path("/sys")) -> set[int]:
+    """Return the allowed cores of a device's NUMA node; all of them where the system does not say."""
+    try:
+        text = (sysfs / "bus/pci/devices" / pci_address.lower() / "local_cpulist").read_text().strip()
+        ranges = [part.partition("-") for part in text.split(",") if part]
+        near = {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)}
+    except (OSError, ValueError):
+        return set(allowed)
+    return near & set(allowed) or set(allowed)
+
+
+def enter_device_environment(logs: Path) -> None:
+    """Apply the settings of a worker on an accelerator. Call before torch is imported; on a CPU they change nothing."""
+    os.environ.update(device_settings(os.environ, logs))
+
+
+def use_device(ordinal: int) -> None:
+    """Give DeepSpeed the device's number, which it takes from LOCAL_RANK."""
+    os.environ["LOCAL_RANK"] = str(ordinal)
 
 
 def adopt_slurm() -> None:
@@ -92,6 +157,12 @@ def use_loopback() -> None:
     for name in names[:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def enter_start_directory() -> None:
+    """Change to the directory in which the run was started, if the launcher was started elsewhere."""
+    if START_DIRECTORY in os.environ:
+        os.chdir(os.environ[START_DIRECTORY])
 
 
 def own_address() -> str:

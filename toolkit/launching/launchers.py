@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from toolkit.launching.environment import free_port
+from toolkit.launching.environment import RENDEZVOUS, START_DIRECTORY, free_port
 from toolkit.launching.hostfile import Host
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun", "ray")
@@ -27,6 +29,12 @@ class Command:
     """Variables added to the environment."""
     rank: int | None = None
     """The rank if the process is a worker; None if it is a launcher."""
+    one_host: bool = False
+    """Whether all ranks of the job are on the host that starts this: they then meet through a private file."""
+    imports_cwd: bool = False
+    """Whether the launcher lets its workers import from its current directory: it is then started in an empty one."""
+    cwd: str | None = None
+    """Directory to start in; None: that of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +58,19 @@ class Node:
 
 def commands(launcher: str, run_dir: Path, nproc: int, backend: str, node: Node | None = None) -> list[Command]:
     """Return what to start on one host: every worker (`local`), or one launcher that starts them."""
-    node = node or Node(processes=nproc, port=free_port())
+    here, node = node is None, node or Node(processes=nproc, port=free_port())
     env = _common_env(backend)
+    run_dir = run_dir.absolute()  # a launcher may be started in another directory
     worker = ("--run-dir", str(run_dir))
     if launcher == "local":
-        return _local(worker, node, env)
+        return [replace(command, one_host=here) for command in _local(worker, node, env)]
     argv = {"deepspeed": _deepspeed, "torchrun": _torchrun, "accelerate": _accelerate}[launcher](run_dir, node)
     if launcher in ("torchrun", "accelerate") and node.count == 1:
         env |= _closed_agent(node)
-    return [Command(argv=(*PYTHON, *argv, "--module", WORKER, *worker), env=env)]
+    # accelerate (1.15.0) adds its current directory to PYTHONPATH of the workers. This can go when a worker under
+    # `accelerate launch` no longer has it in sys.path.
+    adds = launcher == "accelerate"
+    return [Command(argv=(*PYTHON, *argv, "--module", WORKER, *worker), env=env, one_host=here, imports_cwd=adds)]
 
 
 def _deepspeed(run_dir: Path, node: Node) -> tuple[str, ...]:
@@ -146,6 +158,27 @@ def _local(worker: tuple[str, ...], node: Node, env: Mapping[str, str]) -> list[
         )
         for local in range(node.processes)
     ]
+
+
+@contextmanager
+def private_directory(commands: Sequence[Command]) -> Iterator[list[Command]]:
+    """The commands with a new directory that only this user can enter: ranks of one host meet through a file in it.
+
+    Every start of a job needs a file of its own: the keys of an earlier one would be taken for those of its peers.
+    """
+    with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as private:
+        yield [_in_private(command, Path(private)) for command in commands]
+
+
+def _in_private(command: Command, private: Path) -> Command:
+    env = dict(command.env)
+    if command.one_host:
+        env[RENDEZVOUS] = str(private / "store")
+    if not command.imports_cwd:
+        return replace(command, env=env)
+    empty = private / "empty"
+    empty.mkdir(exist_ok=True)
+    return replace(command, env={**env, START_DIRECTORY: str(Path.cwd())}, cwd=str(empty))
 
 
 def import_path() -> dict[str, str]:

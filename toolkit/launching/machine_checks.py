@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import resource
@@ -49,9 +50,28 @@ FLOORS = {
     ),
 }
 
+"""Lowest versions of what every run needs."""
+KNOWN_HOLES = {
+    "pyyaml": ("5.4", "older versions execute code from YAML files (CVE-2020-14343)"),
+    "pyarrow": ("14.0.1", "older versions execute code from Parquet and IPC files (CVE-2023-47248)"),
+    "pillow": ("10.3.0", "older versions overflow a buffer on crafted images (CVE-2024-28219)"),
+    "requests": ("2.32.4", "older versions send .netrc passwords to other hosts (CVE-2024-47081)"),
+    "urllib3": ("2.5.0", "older versions follow redirects that were turned off (CVE-2025-50181)"),
+    "jinja2": ("3.1.6", "older versions let chat templates leave the sandbox (CVE-2025-27516)"),
+    "protobuf": ("4.25.8", "older versions crash on nested messages (CVE-2025-4565)"),
+    "tornado": ("6.5", "older versions can be blocked by malformed form data (CVE-2025-47287)"),
+    "h11": ("0.16.0", "older versions accept malformed chunked bodies (CVE-2025-43859)"),
+}
+"""Versions with known holes in what a run may load, checked where it is installed."""
+
 
 def versions(context: CheckContext) -> Iterator[Finding]:
     """Compare installed versions with known defects."""
+    for package, (floor, why) in KNOWN_HOLES.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            if parse_version(version) < parse_version(floor):
+                yield Finding("versions", "error", f"{package} {version}: {why}", f"pip install '{package}>={floor}'")
     for package, (floor, why) in FLOORS.items():
         try:
             version = importlib.metadata.version(package)

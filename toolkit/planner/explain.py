@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from toolkit.cost.estimate import Memory, Time
+from toolkit.cost.estimate import APART, Memory, Time
+from toolkit.cost.start import start_reason
 from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
 from toolkit.recipe.schedules import scaled_lr
@@ -32,9 +33,9 @@ REMEDIES = {
     "sp_comm": "a smaller sp or ep would help",
     "pp_bubble": "more micro-batches or fewer stages would help",
     "pp_comm": "a faster network or fewer stages would help",
-    "dp_comm": "a larger batch a device or a faster network would help",
+    "dp_comm": "a larger batch per device or a faster network would help",
     "optimizer": "fewer micro-batches, or states sharded and on the device, would help",
-    "fixed": "a larger batch a step would help",
+    "fixed": "a larger batch per step would help",
 }
 NAMES = {
     "params": "parameters", "grads": "gradients", "optimizer": "optimizer states", "activations": "activations",
@@ -55,10 +56,13 @@ def bottleneck(plan: Plan, time: Time) -> str:
 
 def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int, margin_bytes: int = 0) -> str:
     """Why a plan does not fit, with the largest parts of its memory."""
-    if used.total > limit_bytes - margin_bytes:
+    usable = limit_bytes - margin_bytes
+    if used.total > usable:
         margin = f" ({_gib(limit_bytes)} less a margin of {margin_bytes / limit_bytes:.0%})" if margin_bytes else ""
-        return f"needs {_gib(used.total)} of {_gib(limit_bytes - margin_bytes)} GiB{margin}: {_parts(used)}"
-    return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+        return f"needs {_gib(used.total)} of {_gib(usable)} GiB{margin}: {_parts(used)}"
+    if used.host > host_limit_bytes:
+        return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
+    return start_reason(used, usable, host_limit_bytes)
 
 
 def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:
@@ -90,7 +94,7 @@ def _changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _parts(used: Memory) -> str:
-    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name != "host"}
+    sizes = {f.name: getattr(used, f.name) for f in fields(used) if f.name not in APART}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{NAMES[name]} {_gib(size)}" for name, size in largest)
 

@@ -145,7 +145,7 @@ def money(plan: Plan, job: Job, step_seconds: float) -> Money:
 def fits(used: Memory, job: Job) -> bool:
     """Whether the plan fits on device and host."""
     limit, host_limit = limits(job)
-    return used.total <= limit - margin_bytes(job) and used.host <= host_limit
+    return used.peak <= limit - margin_bytes(job) and used.host_peak <= host_limit
 
 
 def margin_bytes(job: Job) -> int:
@@ -212,7 +212,7 @@ class Search:
         key = _memory_key(plan)
         self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
         limit, host_limit = limits(self._job)
-        need = max(used.total / (limit - margin_bytes(self._job)), used.host / max(1, host_limit))
+        need = max(used.peak / (limit - margin_bytes(self._job)), used.host_peak / max(1, host_limit))
         if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
             self._nearest[plan.strategy] = need, plan, used
 

@@ -63,6 +63,15 @@ def bucket_elements(params: float, parts: int, asked: int | None = None) -> int:
     return elements + elements % 2
 
 
+def accumulates_apart(plan: Plan) -> bool:
+    """Whether DeepSpeed keeps fp32 gradients of all parameters on every rank (its `BF16_Optimizer`).
+
+    It does under ZeRO 1 in bf16 with several micro-batches, where sums must not round. With one micro-batch there is
+    nothing to sum: gradients stay in bf16, and ZeRO 1 runs DeepSpeed's ZeRO optimizer, as ZeRO 2 does.
+    """
+    return plan.zero_stage == 1 and plan.precision == "bf16" and plan.grad_accum > 1 and plan.offload == "none"
+
+
 def _reduction(section: Reduce) -> dict[str, Any]:
     """Reduction settings of the recipe; DeepSpeed's default reduces in the precision of the model."""
     config: dict[str, Any] = {"prescale_gradients": section.scaling == "pre"}
@@ -153,10 +162,22 @@ def _precision(plan: Plan) -> dict[str, Any]:
             "consecutive_hysteresis": False,
             "min_loss_scale": 1,
         }
-    return {
-        "bf16": {"enabled": plan.precision == "bf16"},
-        "fp16": fp16,
-        # Micro-batches are summed in fp32, so that accumulation does not round. Without ZeRO, DeepSpeed 0.19.8 only
-        # accepts the precision of the model here and raises otherwise.
-        "data_types": {"grad_accum_dtype": "fp32" if plan.zero_stage else plan.precision},
-    }
+    bf16: dict[str, Any] = {"enabled": plan.precision == "bf16"}
+    if accumulates_apart(plan):
+        # Each gradient is added to its fp32 sum as soon as it exists, and freed. DeepSpeed 0.19.8 keeps all of them
+        # until the update by default, 2 more bytes per parameter. This can go when its default is true.
+        bf16["immediate_grad_update"] = True
+    return {"bf16": bf16, "fp16": fp16, "data_types": {"grad_accum_dtype": _accumulation_type(plan)}}
+
+
+def _accumulation_type(plan: Plan) -> str:
+    """The type in which micro-batches are summed: fp32, so that sums do not round.
+
+    Without ZeRO, DeepSpeed 0.19.8 only accepts the precision of the model and raises otherwise. Under ZeRO 1 in bf16,
+    fp32 selects `BF16_Optimizer`, which holds 4 more bytes per parameter and reduces after the backward pass; with one
+    micro-batch nothing is summed, so it is avoided there.
+    """
+    if plan.zero_stage == 0:
+        return plan.precision
+    summed = plan.grad_accum > 1 or plan.zero_stage > 1 or plan.offload != "none"
+    return "bf16" if plan.precision == "bf16" and not summed else "fp32"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.errors import Problem
+from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
@@ -187,8 +188,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: bool(job.workload.reduce.overlap) and not _can_overlap(plan),
-        reason="train.reduce.overlap needs ZeRO 2 or 3, or ZeRO 1 in fp16 or fp32, and no pipeline: DeepSpeed reduces "
-        "after the backward pass otherwise; leave it out",
+        reason="train.reduce.overlap needs ZeRO 2 or 3, or ZeRO 1 in fp16, in fp32 or with one micro-batch per step, "
+        "and no pipeline: DeepSpeed reduces after the backward pass otherwise; leave it out",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.reduce.algorithm in NCCL and job.cluster.device.backend != "cuda",
@@ -304,8 +305,8 @@ def _divides(section: Reduce) -> bool:
 
 
 def _can_overlap(plan: Plan) -> bool:
-    """Whether reduction can overlap: in DeepSpeed 0.19.8, ZeRO 1 in bf16 (BF16_Optimizer) reduces at the end only."""
-    return plan.pp == 1 and (plan.zero_stage > 1 or (plan.zero_stage == 1 and plan.precision != "bf16"))
+    """Whether reduction can overlap: DeepSpeed 0.19.8's `BF16_Optimizer` reduces at the end only."""
+    return plan.pp == 1 and plan.zero_stage > 0 and not accumulates_apart(plan)
 
 
 def _only_replicas(plan: Plan) -> bool:

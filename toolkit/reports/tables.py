@@ -21,7 +21,7 @@ NOT_SYNCHRONOUS = "local_sgd does not give the result of synchronous training: i
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     """Print the ranked plans, the bottleneck of each, and one line per refusal."""
     table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
-    for heading in ("", "plan", "step", "±", "tokens/s", "MFU", "memory", "of"):
+    for heading in ("", "plan", "step", "±", "tokens/s", "MFU", "start", "memory", "of"):
         table.add_column(heading, justify="left" if heading == "plan" else "right")
     for rank, option in enumerate(decision.ranked[:top], 1):
         table.add_row(str(rank), escape(option.plan.describe()), *_cells(option))
@@ -61,6 +61,7 @@ def _cells(option: Option) -> tuple[str, ...]:
         f"{_half_width(option):.0%}",
         f"{estimate.tokens_per_second:,.0f}",
         f"{estimate.mfu:.1%}",
+        f"{estimate.memory.start / GIB:.2f}",
         used if estimate.fits else f"[red]{used}[/]",
         f"{(estimate.memory_limit_bytes - estimate.memory_margin_bytes) / GIB:.1f} GiB",
     )

@@ -122,6 +122,15 @@ def new_run_path(output: str, name: str) -> Path:
     return path
 
 
+def make_private(path: Path) -> None:
+    """Make a run directory that only its owner can enter, whatever the umask is; one that exists stays as it is.
+
+    Logs, metrics and checkpoints may hold data.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
 def create(path: Path) -> RunDir:
     """Create the directory; raises `BadInput` if it exists and is not empty."""
     if path.exists() and (not path.is_dir() or any(not each.name.startswith(LOCK) for each in path.iterdir())):
@@ -130,9 +139,7 @@ def create(path: Path) -> RunDir:
             f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Logs, metrics and checkpoints may hold data: nobody else gets in, whatever the umask is.
-        path.mkdir(mode=0o700, exist_ok=True)
+        make_private(path)
         (path / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise BadInput("output", f"{path} can't be created: {error.strerror}") from None

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from toolkit.errors import BadInput
-from toolkit.run_dir.layout import LOCK, read_json
+from toolkit.run_dir.layout import LOCK, make_private, read_json
 
 SILENT_SECONDS = 120.0
 """A lock of another host is stale if neither it nor a heartbeat has been written for this long."""
@@ -41,7 +41,7 @@ def hold(path: Path, say: Callable[[str], object], name: str = LOCK) -> Iterator
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     mine = Holder(socket.gethostname(), os.getpid(), start_time(os.getpid()))
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
         _take(path / name, mine, say)
     except OSError as error:
         raise BadInput("output", f"{path} can't be written: {error.strerror}") from None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import set_seed
+from transformers import PreTrainedModel
 
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
@@ -22,24 +23,27 @@ from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.replica import ReplicaEngine, ReplicaParts
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
+from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
     build_in_place,
     build_model,
     can_start_in_place,
     check_same_weights,
     fill,
+    freed_at_once,
     open_weights,
     recompute_layers,
     skeleton,
 )
+from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
-from toolkit.runtime.sharding.shard_model import ReplicaCheck, shard, sum_partial_gradients
+from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceShare
-from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
+from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,19 +64,22 @@ class EngineSpec:
 def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
     mesh = _mesh(spec, world)
-    if spec.plan.pp > 1:
-        return _pipeline(spec, mesh)
-    if spec.plan.tensor_by == "autotp":
-        return _autotp(spec, mesh)
-    if spec.plan.tp > 1:
-        return _tensor(spec, mesh)
-    return _replica(spec, mesh)
+    with freed_at_once():
+        if spec.plan.pp > 1:
+            return _pipeline(spec, mesh)
+        if spec.plan.tensor_by == "autotp":
+            return _autotp(spec, mesh)
+        if spec.plan.tp > 1:
+            return _tensor(spec, mesh)
+        return _replica(spec, mesh)
 
 
 def build_async_island(spec: EngineSpec, world: World, membership: Membership) -> AsyncIslandEngine:
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
-    inner = ReplicaEngine(_full_model(spec), mesh, spec.train, spec.deepspeed, spec.schedule)
+    model = _full_model(spec)
+    parts = ReplicaParts(loss=_loss_in_head(spec, model))
+    inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
 
 
@@ -84,7 +91,6 @@ def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
     """This rank's ZeRO 3 shards; the full model is never on one rank."""
     dtype = DTYPES[spec.plan.precision]
     model: torch.nn.Module = sharded_model(spec.model, spec.train.seed, spec.deepspeed, dtype)
-    set_seed(spec.train.seed)  # dropout draws the same numbers as after building the full model
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model
@@ -94,11 +100,11 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
     """The complete model on this rank, the same on all."""
     model: torch.nn.Module
     if can_start_in_place(spec.model):
-        place = get_accelerator().current_device_name()
-        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], place)
+        device = get_accelerator().current_device_name()
+        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], device)
     else:
         model = build_model(spec.model, spec.train.seed)
-    check_same_weights(model)
+    check_same_weights(dict(model.named_parameters()))
     if spec.plan.recompute == "full":
         recompute_layers(model)
     return model
@@ -107,24 +113,26 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
 def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
+    loss = _loss_in_head(spec, model)
     if spec.plan.islands > 1:
-        unit = TensorUnit(mesh)
-        inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, ReplicaParts(unit=unit))
+        parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss)
+        inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
         return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
     if spec.plan.sp == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
-        return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, ReplicaParts(noise=noise))
+        parts = ReplicaParts(noise=noise, loss=loss)
+        return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
     share.install(model)
-    parts = ReplicaParts(slice_batch=share.slice_batch)
+    parts = ReplicaParts(slice_batch=share.slice_batch, loss=loss)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
     model = skeleton(spec.model)
-    loss = shard(model, group, sliced_logits=follows_head(spec.model))
-    fill(model, open_weights(spec.model, spec.train.seed))
+    loss = _sharded(spec, model, group)
+    _fill_own(model, spec)
     sum_partial_gradients(model, group)
     if spec.plan.recompute == "full":
         recompute_layers(model)
@@ -132,6 +140,18 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     check = ReplicaCheck(model.named_parameters(), group)
     parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+
+
+def _fill_own(
+    model: PreTrainedModel, spec: EngineSpec, named: Mapping[str, torch.nn.Parameter] | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """Give a rank's part of a skeleton its weights, one tensor at a time, in the run's precision on its device."""
+    weights, device = open_weights(spec.model, spec.train.seed), get_accelerator().current_device_name()
+    dtype = DTYPES[spec.plan.precision]
+    filled = fill(model, weights, named, place=lambda own: own.to(device=device, dtype=dtype))
+    weights.fill_buffers(model)
+    check_same_weights(filled)
+    return filled
 
 
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -147,12 +167,12 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
     split = analyse(skeleton(spec.model), tuple(bounds))
     group = tensor_group(mesh) if plan.tp > 1 else None
-    loss = None
     if group:
-        owned = lambda name: mesh.pipe in split.owners[name]  # noqa: E731
-        loss = shard(model, group, owned, sliced_logits=follows_head(spec.model))
+        loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[name])
+    else:
+        loss = _loss_in_head(spec, model)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
-    stage.parameters_by_name = fill(model, open_weights(spec.model, seed), stage.parameters_by_name)
+    stage.parameters_by_name = _fill_own(model, spec, stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)
     if plan.recompute == "full":
@@ -160,6 +180,30 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
     return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
+
+
+def _loss_in_head(spec: EngineSpec, model: Any) -> Loss:
+    """The loss that the head computes block by block; over complete logits if the model does not allow it."""
+    base = model.get_base_model() if spec.model.lora is not None else model
+    reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
+    if reason:
+        print(f"the loss is computed from complete logits: {reason}")
+        return summed_loss
+    loss = head_loss.HeadLoss(head_loss.Transform.of(base.config))
+    head_loss.install(base, loss)
+    return loss
+
+
+def _sharded(
+    spec: EngineSpec, model: Any, group: TensorGroup, owned: Callable[[str], bool] = lambda name: True
+) -> Loss:
+    """Reduce a skeleton to this rank's shards; a head that is sliced by vocabulary computes the loss."""
+    reason = head_loss.why_not(spec.model) or head_loss.unfit_head(model)
+    loss = shard(model, group, owned, sliced_logits=not reason or follows_head(spec.model))
+    if reason or not isinstance(loss, VocabularyLoss):
+        print(f"the loss is computed from logits: {reason or 'the head is not sliced by vocabulary'}")
+        return loss
+    return loss_in_shards(model, group, loss)
 
 
 def tensor_group(mesh: Mesh) -> TensorGroup:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from transformers import set_seed
 
 from toolkit.checkpoints.format import faults
 from toolkit.errors import BadInput
@@ -17,6 +16,7 @@ from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint.export import trained_model
 from toolkit.runtime.corpus.tokenizer import Tokenizer
 from toolkit.runtime.data.load import load_recipe_tokenizer
+from toolkit.runtime.distributed import rng
 
 
 def sample(
@@ -38,7 +38,7 @@ def sample(
         tokens = limit - ids.shape[1]
         if tokens < 1:
             raise BadInput("prompt", f"{ids.shape[1]} tokens given; the model takes at most {limit}")
-    set_seed(seed)
+    rng.seed(seed)
     found = _generate(model, ids, tokenizer, tokens, temperature)[0].tolist()
     return tokenizer.decode([i for i in found if i not in (tokenizer.end, tokenizer.pad)])
 

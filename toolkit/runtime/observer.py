@@ -75,6 +75,7 @@ class Observer:
             mfu=share * self.model_flops / step_seconds / self.peak_flops,
             hfu=share * self.hardware_flops / step_seconds / self.peak_flops,
             memory_bytes=self.memory.peak_bytes,
+            memory_reserved_bytes=self.memory.reserved_bytes,
             memory_now_bytes=self.memory.now_bytes(),
             comm_seconds=split.comm_seconds,
             data_seconds=data_seconds,

@@ -110,7 +110,7 @@ class Averages:
 def summarise(spec: RunSpec, run: RunDir, observer: Observer, end: RunEnd) -> dict[str, Any]:
     """summary.json: the contract's keys. Collective if the run is done: ranks report their peak memory."""
     recorder = observer.recorder
-    memory = (observer.memory.peak_bytes, observer.memory.parts())
+    memory = (observer.memory.largest_bytes, observer.memory.parts())
     by_rank = gather_objects(memory) if end.status == "done" else [memory]
     peaks = [peak for peak, _ in by_rank]
     return {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,19 @@ from typing import Any
 from toolkit.cost.calibration import CALIBRATION
 from toolkit.errors import BadInput, NotRehearsable, RankFailed
 from toolkit.launching.environment import environment
+from toolkit.launching.launchers import Command
 from toolkit.planner.search import Option
 from toolkit.plans.job import raw_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.rehearsal.report import Collective, RehearsalSpec, RoleFailed, RoleReport
+from toolkit.runtime.supervision.warm_pool import WarmProcess
 from toolkit.sessions.resolve import Resolved
 from toolkit.units import GIB
 
-WORKER = "toolkit.runtime.rehearsal.rank"
+WORKER = "toolkit.runtime.rehearsal.server"
 POLL_SECONDS = 0.1
+Process = subprocess.Popen[bytes] | WarmProcess
 Progress = Callable[[int, int, float], object]
 """Called with (ranks done, ranks in all, seconds left)."""
 
@@ -104,9 +108,14 @@ class Rehearsal:
             "host_sync_sites": step.host_syncs,
             "host_copies": step.host_copies,
             "largest_tensors": [
-                {"shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes, "where": t.where} for t in step.largest
+                {"shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes, "part": t.part, "where": t.where}
+                for t in step.largest
             ],
-            "collectives": totals(step.collectives),
+            "collectives": step.traffic,
+            "layers": role.layers,
+            "ran_layers": list(role.ran_layers),
+            "ran_micro_batches": role.ran_micro_batches,
+            "extrapolated": role.extrapolated,
             "saved_bytes": role.saved_bytes,
             "optimizer": role.optimizer,
             "wall_seconds": role.wall_seconds,
@@ -116,13 +125,21 @@ class Rehearsal:
 
 
 def rehearse(
-    resolved: Resolved, ranks: str = "roles", steps: int = 2, progress: Progress = lambda *_: None, defect: str = ""
+    resolved: Resolved,
+    ranks: str = "roles",
+    steps: int = 2,
+    progress: Progress = lambda *_: None,
+    *,
+    every_layer: bool = False,
 ) -> Rehearsal:
-    """Rehearse ranks of the chosen plan; raises `BadInput`, `NotRehearsable` or `RankFailed`."""
+    """Rehearse ranks of the chosen plan; raises `BadInput`, `NotRehearsable` or `RankFailed`.
+
+    `every_layer`: run all layers and micro-batches, also where fewer give the same figures.
+    """
     option = resolved.decision.chosen or (resolved.decision.ranked or [resolved.chosen])[0]
     refuse_unfakeable(resolved.recipe, option.plan)
     chosen = choose_ranks(option.plan, ranks)
-    spec = replace(_spec(resolved, option.plan, steps), defect=defect)
+    spec = replace(_spec(resolved, option.plan, steps), every_layer=every_layer)
     began = time.perf_counter()
     reports = _run(spec, chosen, option.plan, progress)
     several = resolved.job.cluster.devices > 1
@@ -139,14 +156,20 @@ def rehearse(
 
 
 def choose_ranks(plan: Plan, text: str) -> list[int]:
-    """Ranks of `roles`, `all` or a list; `roles`: of every stage the first, the last tensor and the last data rank."""
+    """Ranks of `roles`, `all` or a list.
+
+    `roles`: the first rank of every stage; of the first two stages and the last one also the last tensor and data rank.
+    """
     if text == "all":
         return list(range(plan.devices))
     if text == "roles":
         inner = plan.tp * plan.sp
         stage_size = plan.dp * inner
-        of_stage = [0, inner - 1, (plan.dp - 1) * inner]
-        found = [stage * stage_size + place for stage in range(plan.pp) for place in of_stage]
+        places = [0, inner - 1, (plan.dp - 1) * inner]
+        # The stages between the second and the last run the code of the second; only their first ranks are rehearsed.
+        found = [
+            s * stage_size + p for s in range(plan.pp) for p in (places if s in (0, 1, plan.pp - 1) else places[:1])
+        ]
         return sorted({*found, *([plan.devices - 1] if plan.islands > 1 else [])})
     words = text.split(",")
     if not all(word.strip().isdigit() for word in words):
@@ -167,7 +190,8 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
         "ZeRO++'s quantisation kernels (strategy.zero_quantized)": plan.zero_quantized != "none",
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,
-        f"the task {recipe.model.task} (model.task)": recipe.model.task not in (None, "causal-lm"),
+        "the routing of tokens to experts on other ranks (strategy.ep)": plan.ep > 1,
+        "the task seq2seq (model.task)": recipe.model.task == "seq2seq",
     }
     for name, is_used in unfakeable.items():
         if is_used:
@@ -186,9 +210,20 @@ def _spec(resolved: Resolved, plan: Plan, steps: int) -> RehearsalSpec:
         device_memory_bytes=cluster.device.memory_bytes,
         local_size=cluster.devices_per_node,
         seq_len=resolved.job.workload.seq_len,
-        packed=recipe.data.packing,
+        rows=_rows(recipe),
         steps=steps,
     )
+
+
+def _rows(recipe: Recipe) -> str:
+    """What a row of the run's batches holds."""
+    data = recipe.data
+    special = {"classification": "text", "image-classification": "image"}.get(recipe.model.task or "")
+    if special or data.path == "synthetic":
+        return special or "plain"
+    if not data.packing:
+        return "padded"
+    return "plain" if data.packing_method == "stream" else "packed"
 
 
 def _run(spec: RehearsalSpec, ranks: Sequence[int], plan: Plan, progress: Progress) -> list[RoleReport]:
@@ -198,33 +233,44 @@ def _run(spec: RehearsalSpec, ranks: Sequence[int], plan: Plan, progress: Progre
     if plan.pp > 1:  # a stage needs the shapes that the stage before it sends
         last = max(index for index, own in enumerate(stages) if own)
         stages = [own or [index * per_stage] for index, own in enumerate(stages) if own or index < last]
-    total = sum(map(len, stages))
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
         source, target, log = Path(directory) / "in", Path(directory) / "out", Path(directory) / "log"
         target.mkdir()
         source.write_bytes(pickle.dumps((spec, stages, plan.devices)))
-        env = environment({"DS_ACCELERATOR": "cpu" if spec.backend == "cpu" else "cuda"})
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", WORKER, str(source), str(target)], env=env, stdout=output, stderr=output
-            )
-            try:
-                _follow(process, target, total, progress)
-            finally:
-                process.kill()
-                process.wait()
+        process = _start(spec.backend, [str(source), str(target), str(log)])
+        try:
+            _follow(process, target, progress)
+        finally:
+            process.kill()
+            process.wait()
         found = [pickle.loads(p.read_bytes()) for p in target.iterdir() if not p.suffix]  # noqa: S301 - our own files
         failed = [one for one in found if isinstance(one, RoleFailed)]
         if failed or not found:
-            _raise(failed, log.read_text(encoding="utf-8", errors="replace"))
+            _raise(failed, log.read_text(encoding="utf-8", errors="replace") if log.exists() else "")
     return sorted((one for one in found if one.rank in ranks), key=lambda one: one.rank)
 
 
-def _follow(process: subprocess.Popen[bytes], target: Path, total: int, progress: Progress) -> None:
+def _start(backend: str, files: Sequence[str]) -> Process:
+    """Start the process that rehearses: a warm one if the plan's device is a CPU, as the fake device is not needed."""
+    if backend == "cpu":
+        return WarmProcess.start(Command(argv=(WORKER, *files)), _enter)
+    env = environment({"DS_ACCELERATOR": "cuda"})
+    return subprocess.Popen([sys.executable, "-P", "-m", WORKER, *files], env=env)
+
+
+def _enter(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """Entry of a warm process."""
+    sys.exit(importlib.import_module(argv[0]).main(list(argv[1:])))
+
+
+def _follow(process: Process, target: Path, progress: Progress) -> None:
+    """Report how many runs are done, and the seconds left, until the process ends."""
     began, shown = time.perf_counter(), -1
+    note = target / "progress.txt"
     while process.poll() is None:
-        done = len([path for path in target.iterdir() if not path.suffix])
-        if done != shown:
+        words = note.read_text().split() if note.exists() else ["0", "0"]
+        if len(words) == 2 and int(words[0]) != shown:
+            done, total = map(int, words)
             spent = time.perf_counter() - began
             progress(done, total, spent / done * (total - done) if done else float("nan"))
             shown = done
@@ -238,18 +284,6 @@ def _raise(failed: Sequence[RoleFailed], log: str) -> None:
     if first.refused:
         raise NotRehearsable(f"rank {first.rank} can't be rehearsed: {first.reason}")
     raise RankFailed(f"rank {first.rank} fails in rehearsal: {first.reason}\n{first.details}")
-
-
-def totals(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Collectives by kind and group, with calls and bytes; the largest first."""
-    found: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
-    for one in collectives:
-        empty = {"kind": one.kind, "group": list(one.ranks), "calls": 0, "bytes": 0, "sites": {}}
-        row = found.setdefault((one.kind, one.ranks), empty)
-        row["calls"] += 1
-        row["bytes"] += one.bytes
-        row["sites"][one.site] = row["sites"].get(one.site, 0) + 1
-    return sorted(found.values(), key=lambda row: -row["bytes"])
 
 
 def mismatches(reports: Sequence[RoleReport]) -> list[Mismatch]:

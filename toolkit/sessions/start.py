@@ -15,10 +15,11 @@ from rich.console import Console
 
 from toolkit.checkpoints import store
 from toolkit.clusters.reader import of_nodes
+from toolkit.cost.estimate import APART
 from toolkit.errors import BadInput, HostLost, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.launching import environment, launchers
 from toolkit.launching.hostfile import Host, even_slots
-from toolkit.launching.launchers import Command, Node
+from toolkit.launching.launchers import Command
 from toolkit.launching.machine_checks import QUICK, CheckContext, examine
 from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.planner.search import Option
@@ -170,7 +171,7 @@ def under(resolved: Resolved, option: Option) -> Resolved:
 def explain_out_of_memory(resolved: Resolved, option: Option | None, run: RunDir) -> str:
     """Say what was predicted, by part, what was measured, and what to try."""
     memory = resolved.chosen.estimate.memory
-    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(memory).items() if size and name != "host")
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in asdict(memory).items() if size and name not in APART)
     lines = [
         f"out of memory under {resolved.chosen.plan.describe()}",
         f"predicted: {memory.total / GIB:.2f} GiB of {resolved.chosen.estimate.memory_limit_bytes / GIB:.2f} ({parts})",
@@ -249,14 +250,10 @@ def _commands(
     run: RunDir, membership: Membership, ranks: int, first_local: int, local_size: int, backend: str
 ) -> list[Command]:
     """Return the workers of one island: a process group of their own, on devices that no other island uses."""
-    made = launchers.commands("local", run.path, ranks, backend, Node(processes=ranks, port=environment.free_port()))
+    made = launchers.commands("local", run.path, ranks, backend)
     env = {**membership.env(), "LOCAL_WORLD_SIZE": str(local_size)}
     return [
-        Command(
-            argv=command.argv,
-            env={**command.env, **env, "LOCAL_RANK": str(first_local + (command.rank or 0))},
-            rank=command.rank,
-        )
+        replace(command, env={**command.env, **env, "LOCAL_RANK": str(first_local + (command.rank or 0))})
         for command in made
     ]
 

@@ -159,6 +159,7 @@ def test_token_ids_outside_the_vocabulary_are_damage_too(tmp_path: Path, source:
     assert "bounds" in str(Documents.fault(path, Bytes().vocab))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_damaged_cache_has_the_undamaged_first_loss(train: Trainer, tmp_path: Path) -> None:
     section = f"data.cache={tmp_path / 'cache'}"
     first = train(section, "train.steps=1", nproc=1)

@@ -125,6 +125,7 @@ def test_memory_does_not_grow_with_the_stream(source: Path, monkeypatch: pytest.
     assert len(loaded.train._held) < 6
 
 
+@pytest.mark.slow
 def test_streams_train_alike_under_other_strategies_and_after_a_stop(train: Trainer, tmp_path: Path) -> None:
     given = ("data.streaming=true", "train.steps=6")
     one = train(*given, "strategy.name=data_parallel", nproc=1)

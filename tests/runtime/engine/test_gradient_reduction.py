@@ -18,6 +18,7 @@ from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
+from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 TWO = Plan(strategy="data_parallel", dp=2, micro_batch=2, precision="fp32")
@@ -78,6 +79,7 @@ def alone() -> Trajectory:
     return run(ONE)[0]
 
 
+@pytest.mark.slow
 def test_hierarchical_is_flat_and_sends_shards_between_hosts(alone: Trajectory) -> None:
     flat, before = run(FOUR)
     found, seen = run(FOUR, Reduce(algorithm="hierarchical"))
@@ -112,3 +114,51 @@ def test_a_narrow_type_travels_and_rounds_a_little(alone: Trajectory, stage: int
     assert "torch.bfloat16" in {item.dtype for item in seen}
     assert 0 < largest_difference(alone.grad_norm, found.grad_norm) <= 1e-2
     assert largest_difference(alone.loss, found.loss) <= 1e-2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharded_gradients_go_to_their_owners_only(alone: Trajectory, stage: int) -> None:
+    plan = replace(FOUR, zero_stage=stage, zero_group=4)
+    found, seen = run(plan, local_size=4)
+    assert_same(alone, found)
+    sums = [item for item in seen if "reduce" in item.kind]
+    assert {item.kind for item in sums} == {"reduce"}
+    everything = sum(parameter.numel() for parameter in skeleton(model("llama")).parameters())
+    assert sum(item.elements for item in sums) <= STEPS * everything
+
+
+ZERO_1 = replace(TWO, strategy="zero", zero_stage=1, zero_group=2, precision="bf16")
+
+
+def test_zero_1_of_one_micro_batch_is_zero_2_bit_for_bit() -> None:
+    assert run(ZERO_1)[0] == run(replace(ZERO_1, zero_stage=2))[0]
+
+
+def held_gradients(plan: Plan, changes: dict[str, Any]) -> tuple[str, int, Trajectory]:
+    """As one rank: the optimizer's class, 16-bit gradients that are left before the update, and the losses."""
+    config = deepspeed_config(plan, SGD, params=10**5, backend="cpu")
+    config["bf16"] |= changes
+    spec = EngineSpec(model=model("llama"), train=SGD, plan=plan, deepspeed=config, schedule=make_schedule(SGD, STEPS))
+    engine: Any = build_engine(spec, current_world())
+    inner, left = engine._engine, []
+    update = inner.optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        left.append(sum(p.grad is not None for p in engine.module.parameters()))
+        return update(*args, **kwargs)
+
+    inner.optimizer.step = step
+    results = [engine.step(list(micro_batches(batch(s, "padded"), plan, engine.replica))) for s in range(STEPS)]
+    losses = Trajectory(tuple(float(r.loss) for r in results), tuple(r.grad_norm for r in results))
+    return type(inner.optimizer).__name__, max(left), losses
+
+
+def test_zero_1_of_several_micro_batches_sums_in_fp32_and_frees_each_gradient() -> None:
+    plan = replace(ZERO_1, micro_batch=1, grad_accum=2)
+    own, late = (
+        call_on_ranks(held_gradients, plan, changes, nproc=2)[0] for changes in ({}, {"immediate_grad_update": False})
+    )
+    assert own == ("BF16_Optimizer", 0, late[2])
+    assert late[1] > 0, "DeepSpeed's default keeps them"
+    one = call_on_ranks(held_gradients, replace(ZERO_1, micro_batch=2), {}, nproc=2)[0]
+    assert one[:2] == ("DeepSpeedZeroOptimizer", 0)

@@ -10,6 +10,7 @@ from toolkit.sessions.scaling import measured_critical_batch
 BASE = ("train.steps=6", "strategy.micro_batch=2", "train.grad_clip=0.5")
 
 
+@pytest.mark.slow
 def test_every_layout_measures_the_same(train: Trainer) -> None:
     plain = train(*BASE, "strategy.name=data_parallel", nproc=1)
     alone = train(*BASE, "strategy.name=data_parallel", "metrics.noise_scale=true", nproc=1)

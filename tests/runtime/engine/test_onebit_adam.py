@@ -28,6 +28,7 @@ def test_a_block_keeps_signs_and_mean_size_and_tells_the_rest() -> None:
     assert torch.allclose(found + error, values, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_is_adam_first_and_stays_near_it_when_it_compresses(train: Trainer, tmp_path: Path) -> None:
     steps = ("train.steps=12", "checkpoint.every=6", "train.betas=[0.9, 0.95]")
     adam = train(*ADAM, *steps)

@@ -62,6 +62,7 @@ def test_layers_in_one_flat_tensor_keep_their_own_norms() -> None:
     assert found.tolist() == pytest.approx([*torch.cat(parts).tolist(), 0.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "stages"), [("lamb", (0, 1, 3)), ("lars", (2,)), ("lion", (2,))])
 def test_every_stage_gives_the_result_of_one_process(optimizer: str, stages: tuple[int, ...]) -> None:
     train, section = settings(optimizer), model("llama")
@@ -79,6 +80,7 @@ def test_16_bit_wrappers_stay_near_fp32(stage: int) -> None:
     assert largest_difference(alone("lamb").loss, rough.loss) < 1e-2
 
 
+@pytest.mark.slow
 def test_states_are_saved_and_go_on_under_another_world(train: Trainer, tmp_path: Path) -> None:
     base = ("train.steps=6", "checkpoint.every=3", "train.optimizer=lamb", f"train.lr={RATES['lamb']}")
     whole = train(*base, "strategy.name=data_parallel", nproc=1)

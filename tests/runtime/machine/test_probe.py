@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from toolkit.clusters.reader import from_file
 from toolkit.cost.calibration import cluster_yaml
 from toolkit.launching import environment
@@ -13,6 +15,7 @@ from toolkit.runtime.machine.network import describe
 from toolkit.runtime.machine.probe import COLLECTIVES, SIZES, measure
 
 
+@pytest.mark.slow
 def test_two_processes_measure_and_the_planner_reads_it(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     found = measure(2, lambda *what: seen.append(what), seconds_each=0.02)
@@ -26,6 +29,7 @@ def test_two_processes_measure_and_the_planner_reads_it(tmp_path: Path) -> None:
     assert from_file(path).devices == 2
 
 
+@pytest.mark.slow
 def test_a_job_of_two_nodes_measures_inside_and_between_them(tmp_path: Path) -> None:
     """Two agents of torchrun on this host stand for two nodes."""
     out, port = tmp_path / "job.yaml", environment.free_port()

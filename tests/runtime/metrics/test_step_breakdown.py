@@ -97,6 +97,7 @@ def test_the_slow_rank_is_named(train: Trainer) -> None:
     assert any(e["kind"] == "straggler" and f"rank {slow_rank.SLOW_RANK}" in e["text"] for e in events(done))
 
 
+@pytest.mark.slow
 def test_metrics_leave_the_loss_alone(train: Trainer) -> None:
     axes = ("strategy.name=zero", "strategy.zero_stage=3", "train.steps=4")
     on, off = train(*axes, "metrics.detail_every=1"), train(*axes, "metrics.detail_every=0")

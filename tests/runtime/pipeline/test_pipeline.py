@@ -42,6 +42,14 @@ def test_replicas_of_a_pipeline_in_bf16() -> None:
     assert_same(run(section, ONE), run(section, plan), loss=2e-2, norm=1e-1)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_tied_weights_in_bf16(micro_batches: int) -> None:
+    """One micro-batch takes DeepSpeed's ZeRO optimizer, several its BF16 optimizer: both sum tied gradients."""
+    section = model("gpt2")
+    plan = replace(TWO, zero_stage=1, grad_accum=micro_batches, micro_batch=4 // micro_batches, precision="bf16")
+    assert_same(run(section, ONE, SGD), run(section, plan, SGD), loss=2e-2, norm=1e-1)
+
+
 def test_a_rank_holds_its_own_layers_only() -> None:
     section = tiny_model("llama")
     split = analyse(skeleton(section), (0, 3, 4))

@@ -1,88 +1,151 @@
-"""Rehearsed ranks against real ones: live bytes, collectives that match, and planted defects that are found."""
+"""Rehearsed ranks against real ones, short models against full ones, and planted defects that are found."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import Trainer
+from benchmarks.rehearsals import tiny_row
+from toolkit.cli import main
 from toolkit.errors import BadInput, NotRehearsable
+from toolkit.launching.launchers import Command
 from toolkit.recipe.file import make_recipe
+from toolkit.runtime.rehearsal.report import RoleReport
+from toolkit.runtime.supervision.warm_pool import WarmProcess
+from toolkit.sessions import rehearse as session
 from toolkit.sessions.rehearse import Rehearsal, choose_ranks, refuse_unfakeable, rehearse
 from toolkit.sessions.resolve import resolve
 from toolkit.units import GIB
 
 pytestmark = pytest.mark.slow
 
-PLANS = {"zero 2": ("strategy.name=zero", "strategy.zero_stage=2")}
-"""Plans whose rehearsal is held to the measured bytes; docs/rehearsal.md says which are not yet."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
-PLACE = "tests.runtime.rehearsal.planted_defects"
+PLANS = {
+    "zero 2": ("strategy.name=zero", "strategy.zero_stage=2"),
+    "zero 3": ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain"),
+    "tensor": ("strategy.name=tensor_parallel", "strategy.tp=2"),
+    "pipeline": ("strategy.name=pipeline", "strategy.pp=2", "strategy.micro_batch=1"),
+}
 
 
-@pytest.fixture(autouse=True)
-def planted_defects_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rehearsing processes do not look for modules in the current directory."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+def rehearsed(mapping: dict[str, Any], *overrides: str, **options: Any) -> Rehearsal:
+    return rehearse(resolve(make_recipe(mapping, overrides), 2), **options)
 
 
-@pytest.fixture
-def larger(recipe_mapping: dict[str, Any]) -> dict[str, Any]:
-    """A tiny model that is large enough for its tensors to outweigh the rest of the process."""
-    recipe_mapping["model"]["config"] |= {"hidden_size": 128, "intermediate_size": 256}
-    return recipe_mapping
+@pytest.mark.parametrize("name", ["zero-2 bf16", "zero-3-accum fp32", "pipeline bf16-recompute"])
+def test_rehearsed_bytes_are_the_measured_ones(name: str) -> None:
+    """A sample of `python -m benchmarks.rehearsals --harness`."""
+    row = tiny_row(name)
+    assert row.rehearsed_bytes == pytest.approx(row.measured_bytes, rel=BOUND)
 
 
-def rehearsed(mapping: dict[str, Any], *overrides: str, ranks: str = "roles", defect: str = "") -> Rehearsal:
-    return rehearse(resolve(make_recipe(mapping, overrides), 2), ranks, defect=defect)
+@pytest.mark.parametrize("plan", PLANS)
+def test_short_models_give_the_figures_of_the_full_one(plan: str, recipe_mapping: dict[str, Any]) -> None:
+    """20 layers per stage and 4 micro-batches: extrapolated figures equal those of a run of everything."""
+    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 40 if plan == "pipeline" else 20, "hidden_size": 64}
+    recipe_mapping["model"]["precision"] = "bf16"
+    axes = (*PLANS[plan], "strategy.micro_batch=1", "strategy.recompute=none")
+    short = rehearsed(recipe_mapping, *axes, ranks="0")
+    full = rehearsed(recipe_mapping, *axes, ranks="0", every_layer=True)
+    for role, whole in zip(short.roles, full.roles, strict=True):
+        assert role.extrapolated
+        assert not whole.extrapolated
+        same_figures(role, whole)
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_rehearsed_bytes_are_the_measured_ones(name: str, larger: dict[str, Any], train: Trainer) -> None:
-    measured = train(*PLANS[name], "train.steps=2").summary["measured"]["memory_bytes"]
-    result = rehearsed(larger, *PLANS[name])
-    peak = max(role.step.device_peak_bytes for role in result.roles)
-    assert peak == pytest.approx(measured, rel=BOUND)
-    assert result.mismatches == ()
+def same_figures(role: RoleReport, whole: RoleReport) -> None:
+    for one, other in zip(role.phases, whole.phases, strict=True):
+        assert one.device_peak_bytes == pytest.approx(other.device_peak_bytes, rel=0.003), one.name
+        assert one.host_peak_bytes == pytest.approx(other.host_peak_bytes, rel=0.003), one.name
+    assert role.step.flops == whole.step.flops
+    assert role.step.host_syncs == whole.step.host_syncs
+    assert role.step.host_copies == whole.step.host_copies
+    assert role.saved_bytes == pytest.approx(whole.saved_bytes, rel=0.003)
+    calls = [{(row["kind"], tuple(row["group"])): row for row in report.step.traffic} for report in (role, whole)]
+    assert calls[0].keys() == calls[1].keys()
+    for key, row in calls[0].items():
+        assert row["bytes"] == pytest.approx(calls[1][key]["bytes"], rel=0.003)
 
 
 @pytest.mark.parametrize(
-    ("plan", "defect", "what"),
+    ("plan", "defect", "ranks", "words"),
     [
-        ("zero 2", "0:extra_collective", "all_reduce|allreduce"),
-        ("zero 2", "1:smaller_buckets", "call"),
-        ("zero 2", "1:swapped_order", "call"),
+        ("zero 2", "extra_collective", (0, 1), "allreduce of 3 float32"),
+        ("zero 2", "smaller_buckets", (0, 1), "stage_1_and_2.py"),
+        ("zero 2", "swapped_order", (0, 1), "call"),
+        ("zero 3", "gather_on_one_rank", (0, 1), "partition_parameters.py"),
+        ("tensor", "left_out_sum", (0, 1), "collectives.py"),
+        ("pipeline", "half_a_message", (0, 1), "send"),
+        ("pipeline", "extra_collective_on_a_stage", (0, 1), "planted_defects.py"),
     ],
 )
-def test_planted_defects_are_found(plan: str, defect: str, what: str, larger: dict[str, Any]) -> None:
-    rank, _, function = defect.partition(":")
-    result = rehearsed(larger, *PLANS[plan], defect=f"{rank}:{PLACE}:{function}")
+def test_planted_defects_are_found(
+    plan: str,
+    defect: str,
+    ranks: tuple[int, int],
+    words: str,
+    recipe_mapping: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(backend: str, files: Sequence[str]) -> WarmProcess:
+        from tests.runtime.rehearsal import planted_defects
+
+        return WarmProcess.start(Command(argv=(defect, *files)), planted_defects.enter)
+
+    monkeypatch.setattr(session, "_start", start)
+    result = rehearsed(recipe_mapping, *PLANS[plan])
     assert result.mismatches
     first = result.mismatches[0]
-    assert first.ranks == (0, 1)
+    assert first.ranks == ranks
     assert "rank 0: " in first.what
     assert "rank 1: " in first.what
-    assert any(word in first.what for word in what.split("|"))
+    assert any(words in one.what for one in result.mismatches), [one.what for one in result.mismatches]
 
 
-@pytest.mark.slow
-def test_llama_8b_takes_the_bytes_of_a_gpu_run() -> None:
-    """bf16, ZeRO 2 on 8 devices, 4,096 tokens: 56.7 GiB of live tensors per device."""
-    mapping = {
+def full_size(**strategy: Any) -> dict[str, Any]:
+    return {
         "name": "full-size",
         "model": {"path": "meta-llama/Llama-3.1-8B", "init": "scratch", "precision": "bf16"},
         "data": {"path": "synthetic", "tokenizer": "bytes", "seq_len": 4096, "packing": False},
         "train": {"global_batch": 8, "steps": 2},
-        "strategy": {"name": "zero", "zero_stage": 2, "micro_batch": 1, "recompute": "none"},
+        "strategy": {"name": "zero", "micro_batch": 1, "recompute": "none", **strategy},
         "cluster": "dgx-h100",
     }
-    (role,) = rehearse(resolve(make_recipe(mapping)), "0").roles
-    assert role.step.device_peak_bytes / GIB == pytest.approx(56.69, rel=BOUND)
+
+
+def test_llama_8b_takes_the_bytes_of_a_gpu_run() -> None:
+    """bf16, ZeRO 2 on 8 devices, 4,096 tokens: 56.7 GiB of live tensors per device."""
+    (role,) = rehearse(resolve(make_recipe(full_size(zero_stage=2))), "0").roles
+    assert role.step.device_peak_bytes / GIB == pytest.approx(56.69, rel=0.001)
     assert sum(role.step.parts.values()) == role.step.device_peak_bytes
     assert role.resident_bytes < 2 * GIB
+    assert role.extrapolated
+
+
+def test_json_and_page_say_what_was_rehearsed(
+    recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, page = tmp_path / "recipe.yaml", tmp_path / "page.html"
+    recipe.write_text(json.dumps(recipe_mapping))
+    assert main(["rehearse", str(recipe), *PLANS["zero 2"], "--nproc", "2", "--json", "--html", str(page)]) == 0
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert result["fits"] is True
+    assert [role["rank"] for role in result["roles"]] == [0, 1]
+    role = result["roles"][0]
+    assert sum(role["parts"].values()) == role["device_peak_bytes"]
+    assert len(role["largest_tensors"]) == 10
+    assert role["flops"] > 0
+    assert {"kind", "group", "calls", "bytes", "sites"} == set(role["collectives"][0])
+    assert "2 of 2" in output.err
+    text = page.read_text()
+    assert "rank 1" in text
+    assert "fits: rank" in text
 
 
 def test_ranks_that_do_not_exist_are_refused(recipe_mapping: dict[str, Any]) -> None:
@@ -91,6 +154,31 @@ def test_ranks_that_do_not_exist_are_refused(recipe_mapping: dict[str, Any]) -> 
         choose_ranks(plan, "0,7")
     with pytest.raises(BadInput, match="roles, all or ranks"):
         choose_ranks(plan, "first")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "a rehearsal needs the cluster of the plan"),
+        (("cluster=dgx-h100", "--ranks", "0,99"), 2, "rank 99 given; the plan has ranks 0 to 7"),
+        (("cluster=dgx-h100", "model.config=null", "model.path=nobody/unknown"), 2, "nobody/unknown"),
+        (("cluster=dgx-h100", "model.attention=flash_attention_2"), 3, "flash_attention_2"),
+    ],
+)
+def test_bad_input_has_one_message(
+    arguments: tuple[str, ...],
+    code: int,
+    words: str,
+    recipe_mapping: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(recipe_mapping))
+    assert main(["rehearse", str(recipe), *arguments]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
 
 
 def test_what_has_no_fake_is_refused_by_name(recipe_mapping: dict[str, Any]) -> None:

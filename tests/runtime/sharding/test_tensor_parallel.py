@@ -28,6 +28,7 @@ def test_every_tier_under_sgd_with_a_tight_clip(kind: str) -> None:
     assert_same(run(section, ONE, SGD), run(section, TWO, SGD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_of_shards_under_zero(stage: int) -> None:
     section = model("qwen3")
@@ -35,6 +36,7 @@ def test_replicas_of_shards_under_zero(stage: int) -> None:
     assert_same(run(section, ONE), run(section, plan))
 
 
+@pytest.mark.slow
 def test_more_ranks_than_key_value_heads() -> None:
     section = model("llama", num_key_value_heads=2)
     assert_same(run(section, ONE, SGD), run(section, replace(TWO, tp=4), SGD))

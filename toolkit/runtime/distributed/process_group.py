@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import json
 import logging
@@ -16,6 +17,7 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from toolkit.launching.environment import cores_near, device_ordinal, use_device
 from toolkit.runtime.distributed.rendezvous import Meeting
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -63,7 +65,7 @@ def join(world: World, meeting: Meeting, say: Callable[[str], object] = print) -
     options: dict[str, Any] = {}
     if accelerator.device_name() == "cuda" and world.size > 1:
         # As DeepSpeed 0.19.8 does (`TorchBackend.init_process_group`): otherwise NCCL guesses each rank's device.
-        options["device_id"] = accelerator.device(world.local_rank)
+        options["device_id"] = accelerator.device(ordinal(world))
     torch.distributed.init_process_group(
         accelerator.communication_backend_name(),
         store=store,
@@ -90,8 +92,32 @@ def _prepare(world: World) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
         skip_inference_build()
     else:
-        accelerator.set_device(world.local_rank)
+        use_device(ordinal(world))
+        accelerator.set_device(ordinal(world))
+        _use_near_cores(world)
+    compile_on_first_call()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def ordinal(world: World) -> int:
+    """The number of this rank's device among those that the process can see."""
+    return device_ordinal(world.local_rank, int(get_accelerator().device_count()))
+
+
+def _use_near_cores(world: World) -> None:
+    """Stay on the cores of the device's NUMA node, with this rank's share of the threads.
+
+    Host memory is then near the device, and the optimizer of offloaded states does not use all cores on every rank.
+    """
+    allowed = os.sched_getaffinity(0)
+    if get_accelerator().device_name() == "cuda":
+        found: Any = torch.cuda.get_device_properties(ordinal(world))
+        # Not in every torch since 2.10; without them the rank may use all cores, as before.
+        place: list[Any] = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None not in place:
+            address = "{:04x}:{:02x}:{:02x}.0".format(*place)
+            os.sched_setaffinity(0, cores_near(address, allowed))
+    torch.set_num_threads(max(1, len(allowed) // world.local_size))
 
 
 def _start_deepspeed() -> None:
@@ -113,6 +139,27 @@ def skip_inference_build() -> None:
     # By name, because the attribute `deepspeed.comm.torch` is PyTorch itself, which that package imports.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
+
+
+def compile_on_first_call() -> None:
+    """Keep DeepSpeed from importing torch's compiler when a ZeRO optimizer is made.
+
+    ZeRO (DeepSpeed 0.19.8) imports its Muon optimizer whatever optimizer is used, and that decorates three functions
+    with `torch.compile`: about two seconds of CPU per rank for a compiler that nothing calls. Here they are compiled
+    when they are first called. This can go when a ZeRO run no longer has `torch._inductor.compile_fx` in sys.modules.
+    """
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
+    compiler.compile = lambda: _compiled_on_first_call
+
+
+def _compiled_on_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
 
 
 def device() -> torch.device:

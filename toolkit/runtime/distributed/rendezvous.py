@@ -1,6 +1,7 @@
-"""The store through which ranks find each other: it listens at the address of the job and at no other.
+"""The store through which ranks find each other: a private file on one host, else the address of the job and no other.
 
-A store has no password: whoever connects reads and changes all keys, among them the addresses of the ranks. torch
+A store has no password: whoever connects reads and changes all keys, among them the addresses of the ranks. On one host
+it is therefore a file in a directory that only this user can enter: other users can connect to loopback. torch
 2.13's `TCPStore` listens on every address of the host, whatever address it is given, unless it gets a socket that is
 already bound. This can go when `ss -ltn` shows the given address for `TCPStore("127.0.0.1", 0, is_master=True)`.
 """
@@ -14,7 +15,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from toolkit.launching.environment import RENDEZVOUS
 
 BACKLOG = 2048
 """Ranks that may connect at the same moment."""
@@ -30,6 +33,8 @@ class Meeting:
     """Whether torchrun's agent serves the store; it has taken the port, so no rank can."""
     attempt: str = "0"
     """Number of restarts: the keys of an earlier attempt stay in an agent's store."""
+    file: str = ""
+    """Where the ranks meet instead, if all of them are on one host."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Meeting:
@@ -39,12 +44,17 @@ class Meeting:
             port=int(env["MASTER_PORT"]),
             hosted_by_agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=env.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            file=env.get(RENDEZVOUS, ""),
         )
 
     def open(
         self, rank: int, world: int, timeout: datetime.timedelta, *, several_hosts: bool, say: Callable[[str], object]
     ) -> Store:
         """Serve the store on rank 0, connect to it on the others. Keep it for as long as the process group lives."""
+        if self.file and not several_hosts:
+            private = FileStore(f"{self.file}.{self.attempt}", world)
+            private.set_timeout(timeout)
+            return private
         if rank == 0 and not self.hosted_by_agent:
             return self._serve(world, timeout, several_hosts=several_hosts, say=say)
         store = TCPStore(self.host, self.port, world, False, timeout=timeout, wait_for_workers=False)

@@ -121,6 +121,7 @@ class ReplicaEngine:
             for micro in batch:
                 with part(self._clock, "forward"):
                     own = self._slice_batch(micro.to(device()))
+                    self._loss.expect(own.labels)
                     loss = self._loss(self._engine(**own.inputs()).logits, own.labels)
                     total += loss.detach()
                 with part(self._clock, "backward"):
@@ -154,6 +155,7 @@ class ReplicaEngine:
         with torch.no_grad():
             for micro in batch:
                 own = self._slice_batch(micro.to(device()))
+                self._loss.expect(own.labels)
                 logits = self._engine(**own.inputs()).logits
                 loss = self._loss(logits, own.labels)
                 correct = self._loss.num_correct(logits, own.labels)

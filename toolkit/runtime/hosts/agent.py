@@ -91,7 +91,10 @@ def _refusal(order: Mapping[str, Any]) -> str:
 def _run(order: Mapping[str, Any], stop: StopRequest) -> dict[str, Any]:
     """Run the workers and return how they ended."""
     os.chdir(order["directory"])
-    own = [Command(argv=tuple(c["argv"]), env={**order["env"], **c["env"]}, rank=c["rank"]) for c in order["commands"]]
+    own = [
+        Command(argv=tuple(c["argv"]), env={**order["env"], **c["env"]}, rank=c["rank"], imports_cwd=c["imports_cwd"])
+        for c in order["commands"]
+    ]
     try:
         run = RunDir(Path(order["run_dir"]))
         code = run_all(own, run, order["hang_timeout_seconds"], forget=False, stop=stop)

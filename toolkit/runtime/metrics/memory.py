@@ -25,6 +25,11 @@ class MemoryMeter:
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.peak_bytes = 0
+        """Of the last step on an accelerator; of the measured step on a CPU."""
+        self.largest_bytes = 0
+        """Largest peak of all steps."""
+        self.reserved_bytes = 0
+        """What the accelerator's allocator held at the peak of the last step, fragments included; 0 on a CPU."""
         self._clock = clock or NoClock()
         """Reports when the optimizer starts, which is the end of the backward pass."""
         self._standing: Standing | None = None
@@ -50,8 +55,10 @@ class MemoryMeter:
         sampled = number == SAMPLED_STEP
         with self._moments() if sampled else contextlib.nullcontext():
             if accelerator.device_name() != "cpu":
+                accelerator.reset_peak_memory_stats()  # else the peak of building the model stays for ever
                 yield
                 self.peak_bytes = int(accelerator.max_memory_allocated())
+                self.reserved_bytes = int(accelerator.max_memory_reserved())
             elif sampled:
                 before = live_tensor_bytes()
                 with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
@@ -60,6 +67,7 @@ class MemoryMeter:
             else:
                 yield
                 self.peak_bytes = self.peak_bytes or live_tensor_bytes()
+            self.largest_bytes = max(self.largest_bytes, self.peak_bytes)
 
     @contextlib.contextmanager
     def _moments(self) -> Iterator[None]:

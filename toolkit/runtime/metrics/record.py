@@ -25,7 +25,7 @@ class Record:
     mfu: float
     """Model FLOPs per second (6 per parameter and token, full-square attention, no recompute) over the peak."""
     memory_bytes: int
-    """Peak of this rank so far."""
+    """Peak of this rank in this step; on a CPU, in the step that was measured."""
     comm_seconds: float
     """Time this rank spent blocked in collectives."""
     data_seconds: float
@@ -41,6 +41,8 @@ class Record:
     """`wall_seconds` of this rank by part, as in `run_dir.step_parts`; on an accelerator in detailed steps only."""
     grad_sync_seconds: float | None = None
     """Gradient synchronisation from start to end; `parts.grad_sync` is what of it was exposed."""
+    memory_reserved_bytes: int = 0
+    """What the accelerator's allocator held at that peak, fragments included; 0 on a CPU."""
     memory_now_bytes: int = 0
     """Held by tensors when the step ended; on a CPU, by the process."""
     skipped: int = 0

@@ -1,21 +1,20 @@
-"""Sources of the first weights: new ones by seed, a safetensors checkpoint, or a full model on the host."""
+"""Sources of the first weights: new by seed, a safetensors checkpoint, a full model on the host, with adapters."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
+
+from toolkit.runtime.models.parameter_shards import layout_of, own_slice
+from toolkit.runtime.models.stored_tensors import Stored, TensorFile, flat_range, full_tensor, own_part
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -25,13 +24,16 @@ Ranges = Sequence[tuple[int, int]]
 
 
 class Weights(Protocol):
-    """Reads parameters by their first name in the model."""
+    """Reads parameters by their first name in the model, in whatever precision the source has."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These full parameters on the host; nothing is kept."""
 
     def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """These ranges of elements of each flattened parameter."""
+
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank keeps of these parameters: a slice where a parameter has a layout, else all of it."""
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
         """Give the skeleton's buffers the values that come with the weights, if any do."""
@@ -70,15 +72,14 @@ class ScratchWeights:
         for name, full in self.read(ranges):
             yield name, [full.flatten()[low:high] for low, high in ranges[name]]
 
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _cut(self, parameters)
+
     def fill_buffers(self, model: torch.nn.Module) -> None:
         """A skeleton's buffers are new already."""
 
     def _initialised(self, unit: str) -> torch.nn.Module:
-        module: torch.nn.Module = copy.deepcopy(self._model.get_submodule(unit))
-        for part in module.modules():
-            for key, parameter in part._parameters.items():
-                if parameter is not None and parameter.is_meta:
-                    part._parameters[key] = _blank(parameter)
+        module = _blank_copy(self._model.get_submodule(unit))
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(_seed_of(self._seed, unit))
             _initialise(module, _initialiser(self._model, unit))
@@ -86,34 +87,28 @@ class ScratchWeights:
 
 
 class FileWeights:
-    """Weights of a safetensors checkpoint with the model's names."""
+    """Weights of a safetensors checkpoint."""
 
-    def __init__(self, files: Mapping[str, str]) -> None:
-        self._files = files
+    def __init__(self, tensors: Mapping[str, Stored]) -> None:
+        self._tensors = tensors
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        by_file: dict[str, list[str]] = {}
         for name in names:
-            by_file.setdefault(self._files[name], []).append(name)
-        for path, wanted in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for name in wanted:
-                    yield name, file.get_tensor(name).float()
+            yield name, full_tensor(self._tensors[name])
 
     def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        by_file: dict[str, list[str]] = {}
-        for name in ranges:
-            by_file.setdefault(self._files[name], []).append(name)
-        for path, wanted in by_file.items():
-            with safe_open(path, framework="pt") as file:
-                for name in wanted:
-                    yield name, [_flat_range(file, name, low, high) for low, high in ranges[name]]
+        for name, wanted in ranges.items():
+            yield name, [flat_range(self._tensors[name], low, high) for low, high in wanted]
+
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in parameters.items():
+            stored, layout = self._tensors[name], layout_of(parameter)
+            yield name, full_tensor(stored) if layout is None else own_part(stored, layout)
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
-            if name in self._files:
-                with safe_open(self._files[name], framework="pt") as file:
-                    buffer.copy_(file.get_tensor(name))
+            if name in self._tensors and self._tensors[name].shape == tuple(buffer.shape):
+                buffer.copy_(full_tensor(self._tensors[name]))
 
 
 class HostWeights:
@@ -131,20 +126,92 @@ class HostWeights:
         for name, wanted in ranges.items():
             yield name, [self._tensors[name].detach().flatten()[low:high] for low, high in wanted]
 
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from _cut(self, parameters)
+
     def fill_buffers(self, model: torch.nn.Module) -> None:
         for name, buffer in model.named_buffers():
-            buffer.copy_(self._buffers[name])
+            if name in self._buffers and self._buffers[name].shape == buffer.shape:
+                buffer.copy_(self._buffers[name])
 
 
-def _flat_range(file: Any, name: str, low: int, high: int) -> torch.Tensor:
-    """Elements of a flattened tensor in a safetensors file; only the rows around them are read."""
-    rows = file.get_slice(name)
-    shape = rows.get_shape()
-    if not shape or low >= high:
-        return file.get_tensor(name).flatten()[low:high]  # type: ignore[no-any-return]
-    row_elements = math.prod(shape[1:])
-    first, last = low // row_elements, -(-high // row_elements)
-    return rows[first:last].flatten()[low - first * row_elements : high - first * row_elements]  # type: ignore[no-any-return]
+class AdaptedWeights:
+    """Weights of a model with LoRA adapters: the base's from its source, the adapters' as peft has drawn them."""
+
+    def __init__(self, base: Weights, model: torch.nn.Module) -> None:
+        self._base = base
+        self._own = {name: p.detach() for name, p in model.named_parameters() if _is_adapter(name)}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._either(names, self._own.__getitem__, lambda base, own: self._base.read(base))
+
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        yield from self._either(
+            ranges,
+            lambda name: [self._own[name].flatten()[low:high] for low, high in ranges[name]],
+            lambda base, own: self._base.read_ranges({name: ranges[own[name]] for name in base}),
+        )
+
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._either(
+            parameters,
+            self._own.__getitem__,
+            lambda base, own: self._base.read_slices({name: parameters[own[name]] for name in base}),
+        )
+
+    def fill_buffers(self, model: torch.nn.Module) -> None:
+        self._base.fill_buffers(model.get_submodule(_ADAPTED))
+
+    def _either(
+        self, names: Iterable[str], own: Callable[[str], Any], read: Callable[[Any, Any], Any]
+    ) -> Iterator[Any]:
+        """Adapters from memory, everything else from the base; a head that peft has copied is read once per copy."""
+        rounds: list[dict[str, str]] = []
+        for name in names:
+            if name in self._own:
+                yield name, own(name)
+                continue
+            base = _base_name(name)
+            free = next((one for one in rounds if base not in one), None)
+            if free is None:
+                rounds.append(free := {})
+            free[base] = name
+        for one in rounds:
+            for base, value in read(list(one), one):
+                yield one[base], value
+
+
+def _cut(weights: Weights, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's slices of full parameters."""
+    for name, full in weights.read(parameters):
+        yield name, own_slice(parameters[name], full)
+
+
+_ADAPTED = "base_model.model"
+"""Where peft 0.21 keeps the model that it has given adapters."""
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def _base_name(name: str) -> str:
+    """Name in the model of a parameter that peft has wrapped: a linear layer, or a head that is trained as a copy."""
+    for inner in (".base_layer", ".original_module", ".modules_to_save.default"):
+        name = name.replace(inner, "")
+    return name.removeprefix(f"{_ADAPTED}.")
+
+
+def fresh_tensors(model: PreTrainedModel, names: Iterable[str], seed: int) -> dict[str, torch.Tensor]:
+    """Parameters of modules that a checkpoint does not have, drawn as transformers draws them while loading."""
+    found: dict[str, torch.Tensor] = {}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for place in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            module = _blank_copy(model.get_submodule(place))
+            _initialise(module, model)
+            found |= {f"{place}.{key}": parameter.detach() for key, parameter in module.named_parameters()}
+    return found
 
 
 def checkpoint_files(path: str) -> dict[str, str]:
@@ -157,8 +224,7 @@ def checkpoint_files(path: str) -> dict[str, str]:
     single = cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False)
     if single is None:
         return {}
-    with safe_open(single, framework="pt") as file:
-        return {name: str(single) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    return dict.fromkeys(TensorFile(single).names(), str(single))
 
 
 def unit_of(model: torch.nn.Module, name: str) -> str:
@@ -175,6 +241,16 @@ def unit_of(model: torch.nn.Module, name: str) -> str:
 
 def _seed_of(seed: int, unit: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{unit}".encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _blank_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a skeleton's module with parameters on the host."""
+    module = copy.deepcopy(module)
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                part._parameters[key] = _blank(parameter)
+    return module
 
 
 def _blank(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -13,6 +13,9 @@ from toolkit.runtime.models.micro_batch import IGNORE
 class Loss(Protocol):
     """Cross-entropy of logits, and how many labels the logits predict."""
 
+    def expect(self, labels: torch.Tensor) -> None:
+        """Called with the labels before every forward pass: a head that computes the loss itself needs them."""
+
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The loss, summed over counted tokens."""
 
@@ -22,6 +25,9 @@ class Loss(Protocol):
 
 class SummedCrossEntropy:
     """`Loss` over complete logits. It is finite (0) even if no token is counted."""
+
+    def expect(self, labels: torch.Tensor) -> None:
+        """Not needed: the loss gets logits and labels together."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows = logits.reshape(-1, logits.shape[-1]).float()

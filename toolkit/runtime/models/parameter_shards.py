@@ -30,14 +30,20 @@ class Layout:
             pieces.append(segment.narrow(self.dim, sum(sizes[: self.index]), sizes[self.index]))
         return torch.cat(pieces, self.dim)
 
-    def region(self) -> Region:
-        """Elements of the full parameter that the slice holds, in the slice's order."""
+    def ranges(self) -> list[tuple[int, int]]:
+        """First index and last + 1 along the dimension, for each segment."""
         segment = self.shape[self.dim] // self.packs
         sizes = shares(segment, self.ranks)
         begin, length = sum(sizes[: self.index]), sizes[self.index]
+        return [(pack * segment + begin, pack * segment + begin + length) for pack in range(self.packs)]
+
+    def region(self) -> Region:
+        """Elements of the full parameter that the slice holds, in the slice's order."""
+        ranges = self.ranges()
+        length = ranges[0][1] - ranges[0][0]
         inner = math.prod(self.shape[self.dim + 1 :])
         stride, outer = self.shape[self.dim] * inner, math.prod(self.shape[: self.dim])
-        starts = [(pack * segment + begin) * inner for pack in range(self.packs)]
+        starts = [first * inner for first, _ in ranges]
         if length == 0 or inner == 0:
             return ()
         if self.packs == 1:
@@ -75,10 +81,10 @@ def is_partial(parameter: torch.nn.Parameter) -> bool:
     return getattr(parameter, "partial_gradient", False)
 
 
-def own_slice(parameter: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
-    """A copy of the part of a full tensor that this rank keeps."""
+def own_slice(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """The part of a full tensor that this rank keeps."""
     layout = layout_of(parameter)
-    return (layout.slice_of(full) if layout else full).to(parameter.dtype).clone()
+    return layout.slice_of(full) if layout else full
 
 
 Sites = dict[int, list[tuple[torch.nn.Module, str]]]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed.process_group import gather_objects
-from toolkit.runtime.models.build import open_weights, skeleton
+from toolkit.runtime.models.build import hollow_model, weights_of
 from toolkit.runtime.models.first_weights import Weights
 from toolkit.runtime.models.parameter_shards import Sites, sites
 
@@ -34,7 +34,13 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """The recipe's model with every parameter as this rank's ZeRO 3 shard, equal to sharding the full model."""
-    model, weights = skeleton(section), open_weights(section, seed)
+    model = hollow_model(section, seed)
+    with torch.random.fork_rng(devices=[]):  # dropout continues after what the adapters have drawn
+        _fill(model, weights_of(model, section, seed), config, dtype)
+    return model
+
+
+def _fill(model: torch.nn.Module, weights: Weights, config: Mapping[str, Any], dtype: torch.dtype) -> None:
     # Not entered as a context: only its conversion of single parameters is used.
     shards = _Shards(Init(config_dict_or_path=dict(config), dtype=dtype), sites(model), dtype)
     parameters = dict(model.named_parameters())  # shared ones appear once, under their first name
@@ -49,7 +55,6 @@ def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: t
             digest.update(sample_bytes(sample, dtype))
     weights.fill_buffers(model)
     _check_same(digest.hexdigest())
-    return model
 
 
 class _Shard:

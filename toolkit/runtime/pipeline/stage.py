@@ -71,6 +71,7 @@ class Stage(torch.nn.Module):
         if self.index > 0:
             self._received = anchored(received if isinstance(received, tuple) else (received,))
         inputs = self._received
+        self._loss.expect(micro.labels)
         try:
             output = self.model(**micro.inputs())
         except Cut as cut:

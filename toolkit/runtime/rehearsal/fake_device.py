@@ -219,8 +219,7 @@ def cpu_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """SDPA with the flash kernel that torch takes on a CPU, which keeps no scores."""
-    key, value = _repeated(query, key, options), _repeated(query, value, options)
+    """SDPA with the flash kernel that torch takes on a CPU, which keeps no scores and repeats no heads."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     bias, scale = _bias(query, attn_mask), options.get("scale")
     return flash(query, key, value, dropout_p, is_causal, attn_mask=bias, scale=scale)[0]  # type: ignore[no-any-return]
@@ -290,51 +289,3 @@ _ZERO = (
 def is_on_device(tensor: Any) -> bool:
     """Whether a tensor is in the memory of the fake accelerator."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == NAME
-
-
-def answer_of(dtype: torch.dtype) -> int | float | bool:
-    """The number that the host reads from a fake tensor.
-
-    bool and uint8 are flags, such as DeepSpeed's overflow flags: a 1 there skips the step, and no optimizer state is
-    ever made.
-    """
-    if dtype == torch.bool:
-        return False
-    if dtype.is_floating_point:
-        return 1.0
-    return 0 if dtype == torch.uint8 else 1
-
-
-def answer_lists() -> None:
-    """Let `tolist` of fake tensors give numbers."""
-
-    def numbers(self: torch.Tensor) -> Any:
-        if is_on_device(self):
-            waits.notify("tolist")
-        return _nested(tuple(self.shape), answer_of(self.dtype))
-
-    fake: Any = FakeTensor
-    fake.tolist = numbers
-
-
-def _nested(shape: tuple[int, ...], value: Any) -> Any:
-    return [_nested(shape[1:], value) for _ in range(shape[0])] if shape else value
-
-
-def answer_packed_question(packed: bool) -> None:
-    """Whether rows hold several documents depends on numbers: answered from the recipe.
-
-    transformers also takes fake tensors for tensors that are traced, and then always builds whole masks.
-    """
-    import transformers.masking_utils as masks
-    import transformers.utils.import_utils as imports
-
-    imports.is_fake_tensor = lambda tensor: False
-    find = masks.find_packed_sequence_indices
-
-    def answer(position_ids: torch.Tensor) -> torch.Tensor | None:
-        if is_on_device(position_ids):
-            waits.notify("packed rows?")
-        return find(position_ids) if packed else None
-
-    masks.find_packed_sequence_indices = answer

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import sys
 import time
 import weakref
 from collections.abc import Iterable
@@ -16,44 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from toolkit.runtime.rehearsal.fake_device import answer_of, is_on_device, waits
+from toolkit.runtime.rehearsal import reads
+from toolkit.runtime.rehearsal.fake_device import is_on_device, waits
+from toolkit.runtime.rehearsal.reads import call_site
 from toolkit.runtime.rehearsal.report import PARTS, Collective, Key, LargeTensor, Moment, Phase
 
 aten = torch.ops.aten
 LARGEST = 10
 """Tensors at the peak that are listed."""
-SKIPPED = (
-    "/torch/",
-    "/deepspeed/comm/",
-    "/deepspeed/utils/nvtx",
-    "contextlib",
-    "typing_extensions",
-    "toolkit/runtime/rehearsal/",
-)
 GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 """Files of DeepSpeed that gather parameters under ZeRO 3."""
 PEERS = ("send", "recv_", "broadcast_", "reduce_")
-
-
-@functools.cache
-def _short(path: str) -> str:
-    """A file as it is shown; empty for files that are passed over."""
-    if path[0] == "<" or any(part in path for part in SKIPPED):
-        return ""
-    short = path.split("site-packages/")[-1]
-    return short[short.rfind("toolkit/") :] if "/toolkit/" in short else short
-
-
-def call_site(depth: int = 1) -> str:
-    """The nearest lines outside torch, DeepSpeed's communication layer and this package."""
-    frame: Any = sys._getframe(1)
-    found: list[str] = []
-    while frame is not None and len(found) < depth:
-        short = _short(frame.f_code.co_filename)
-        if short:
-            found.append(f"{short}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(found)
 
 
 @dataclass(slots=True)
@@ -203,7 +174,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if now > self._peaks[device]:
             self._peaks[device] = now
             if device == self.device:
-                self._at_peak, self._peak_at = True, f"{where} at {site}"
+                self._at_peak, self._peak_at = True, f"{where} at {site}" if site else where
         weakref.finalize(storage, self._drop, key)
 
     def _note_moment(self, moment: Moment, now: int) -> None:
@@ -237,17 +208,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = func._schema.name.split("::")[-1]
         if kind == "wait_tensor":
             return
-        tensors: list[torch.Tensor] = []
+        sides: list[list[torch.Tensor]] = []
         group, numbers = None, []
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
-                tensors.append(value)
+                sides.append([value])
             elif isinstance(value, list | tuple):
-                tensors += [one for one in _flat(value) if isinstance(one, torch.Tensor)]
+                sides.append([one for one in _flat(value) if isinstance(one, torch.Tensor)])
             elif isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 group = td.ProcessGroup.unbox(value)
             elif isinstance(value, int) and not isinstance(value, bool):
                 numbers.append(value)
+        # Inputs and outputs are given: the larger side is what is gathered, or what is reduced.
+        tensors = max(sides, key=lambda side: sum(one.numel() for one in side), default=[])
         call = Collective(
             kind=kind.rstrip("_"),
             ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
@@ -286,13 +259,13 @@ def _scalar(ledger: Ledger, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if is_on_device(tensor):
         ledger.wait("item")
-    return tensor.constant.item() if tensor.constant is not None else answer_of(tensor.dtype)
+    return tensor.constant.item() if tensor.constant is not None else reads.number(tensor.dtype)
 
 
 def _equal(ledger: Ledger, args: Any, kwargs: Any) -> Any:
     if is_on_device(args[0]):
         ledger.wait("equal")
-    return True
+    return bool(reads.number(torch.bool))
 
 
 def _nonzero(ledger: Ledger, args: Any, kwargs: Any) -> Any:

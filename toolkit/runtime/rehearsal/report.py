@@ -38,8 +38,9 @@ class RehearsalSpec:
     local_size: int
     """Ranks per host."""
     seq_len: int
-    packed: bool = False
-    """Whether a row holds several documents, which transformers reads from position ids."""
+    rows: str = "plain"
+    """What a row holds: a full sequence (`plain`), several documents (`packed`), one document and padding (`padded`),
+    a text with a class (`text`) or an image with a class (`image`)."""
     steps: int = 2
     evaluates: bool = True
     total_steps: int = 1000

@@ -25,12 +25,16 @@ class VocabularyLoss:
     def __init__(self, group: TensorGroup, vocabulary: int) -> None:
         self._group = group
         sizes = shares(vocabulary, group.ranks)
-        self._start = sum(sizes[: group.index])
+        self.start = sum(sizes[: group.index])
+        """First token id of this rank's columns."""
+
+    def expect(self, labels: torch.Tensor) -> None:
+        """Not needed: the loss gets logits and labels together."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         columns = logits.flatten(0, 1)
         wide = columns if columns.dtype == torch.float64 else columns.float()
-        return _SlicedLoss.apply(wide, labels.flatten(), self._start, self._group)  # type: ignore[no-untyped-call, no-any-return]
+        return _SlicedLoss.apply(wide, labels.flatten(), self.start, self._group)  # type: ignore[no-untyped-call, no-any-return]
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return count_matches(self.likeliest(logits), labels)
@@ -39,7 +43,7 @@ class VocabularyLoss:
         """The token with the largest logit over all ranks' columns; of equals the first, as in `argmax`."""
         values, places = logits.max(-1)
         others = values < self._group.largest(values)
-        return -self._group.largest(-(places + self._start).masked_fill(others, torch.iinfo(places.dtype).max))
+        return -self._group.largest(-(places + self.start).masked_fill(others, torch.iinfo(places.dtype).max))
 
 
 class _SlicedLoss(torch.autograd.Function):

@@ -19,7 +19,7 @@ import psutil
 
 from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.launching.environment import PARENT, environment
-from toolkit.launching.launchers import Command
+from toolkit.launching.launchers import Command, private_directory
 from toolkit.launching.machine_checks import cgroup_limit_bytes
 from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.run_dir import heartbeat
@@ -58,7 +58,7 @@ def spawn(command: Command) -> Process:
     env = environment(command.env)
     if command.rank is not None:
         env[PARENT] = str(os.getpid())
-    return subprocess.Popen(command.argv, env=env, start_new_session=True)
+    return subprocess.Popen(command.argv, env=env, cwd=command.cwd, start_new_session=True)
 
 
 def run_all(
@@ -78,9 +78,10 @@ def run_all(
     if forget:
         shutil.rmtree(run.heartbeats, ignore_errors=True)
     kills, own, stop = oom_kills(), OwnWorkers(run), stop or StopRequest()
-    with forwarded(stop.record):  # from before the first fork until no process is left
+    # Signals are forwarded from before the first fork until no process is left.
+    with forwarded(stop.record), private_directory(commands) as prepared:
         try:
-            for command in commands:
+            for command in prepared:
                 own.processes.append(start(command))
             if not _wait(own, run, hang_timeout_seconds, stop):
                 return 0

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.launching.environment import free_port, use_loopback
-from toolkit.launching.launchers import WORKER, Command
+from toolkit.launching.environment import RENDEZVOUS, free_port, use_loopback
+from toolkit.launching.launchers import WORKER, Command, private_directory
 
 POLL_SECONDS = 0.01
 GRACE_SECONDS = 5.0
@@ -35,8 +35,12 @@ Enter = Callable[[tuple[str, ...], dict[str, str]], None]
 
 def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[int]:
     """Run worker commands in forked processes; return their exit codes. If one fails, the others are ended."""
+    with private_directory(commands) as prepared:
+        return _run_forked(prepared, enter or enter_worker)
+
+
+def _run_forked(commands: Sequence[Command], target: Enter) -> list[int]:
     context = warm_context()
-    target = enter or enter_worker
     processes = [context.Process(target=target, args=(command.argv, dict(command.env))) for command in commands]
     for process in processes:
         process.start()
@@ -170,6 +174,7 @@ def _enter(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    os.environ[RENDEZVOUS] = str(Path(directory) / "store")
     use_loopback()
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)

@@ -1,0 +1,326 @@
+"""Head and cross-entropy in one: logits exist for one block of the vocabulary at a time, never all of them.
+
+The head's forward pass returns, per token, its loss and whether its label was predicted. It stays a module with its own
+weight, so ZeRO 3 gathers the weight for it as for any other. Written by hand, since DeepSpeed's chunked loss (0.19.8)
+keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no slices of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import cross_entropy, linear
+
+from toolkit.errors import first_line
+from toolkit.recipe.sections import Model
+from toolkit.runtime.distributed import rng
+from toolkit.runtime.models.build import build_model, load_config
+from toolkit.runtime.models.loss import summed_loss
+from toolkit.runtime.models.micro_batch import IGNORE
+from toolkit.runtime.models.tiny_models import tiny_config
+
+BLOCK_ELEMENTS = 2**25
+"""Logits of one block: 128 MiB in fp32."""
+WHOLE_ELEMENTS = 2**27
+"""In host memory, fewer logits than this are made at once: blocks are computed a second time in the backward pass."""
+SUM_ELEMENTS = 2**26
+"""Elements of the hidden states' gradient that are summed in fp32 at a time: 256 MiB."""
+
+
+class Ranks(Protocol):
+    """Ranks that hold slices of the vocabulary."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in a new tensor."""
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Maximum over ranks, in a new tensor."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What a model does to its logits: `cap · tanh(scale · x / cap)`."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """The model's logits from the head's."""
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return scaled if self.cap is None else (scaled / self.cap).tanh() * self.cap
+
+    def derivative(self, transformed: torch.Tensor) -> torch.Tensor | float:
+        """Of the transformed logits by the head's."""
+        return self.scale if self.cap is None else (1 - (transformed / self.cap) ** 2) * self.scale
+
+    @classmethod
+    def of(cls, config: Any) -> Transform:
+        """From the config's keys: those of Gemma, Granite and Cohere."""
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        return cls(scale, getattr(config, "final_logit_softcapping", None))
+
+
+class HeadLoss:
+    """`Loss` that the head itself has computed: the model's "logits" are losses and hits, per token."""
+
+    def __init__(self, transform: Transform, ranks: Ranks | None = None, start: int = 0) -> None:
+        self._transform = transform
+        self._ranks = ranks
+        self._start = start
+        """First token id of this rank's slice of the vocabulary."""
+        self._labels: torch.Tensor | None = None
+
+    def expect(self, labels: torch.Tensor) -> None:
+        """Labels of the next forward pass."""
+        self._labels = labels
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits[..., 0].sum()
+
+    def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits[..., 1].sum().long()
+
+    def of_hidden(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Loss and hit of every token, shaped as the hidden states with two instead of their width."""
+        assert self._labels is not None, "the head's loss needs labels before the forward pass"
+        rows, labels, self._labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.flatten(), None
+        elements = len(rows) * len(weight)
+        if self._ranks is None and elements <= (WHOLE_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS):
+            losses, hits = self._whole(rows, weight, bias, labels)
+        else:
+            spec = _Spec(self._transform, self._ranks, self._start, not torch.is_grad_enabled())
+            losses, hits = _BlockLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]
+        return torch.stack([losses, hits], -1).view(*hidden.shape[:-1], 2)
+
+    def _whole(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self._transform(linear(rows, weight, bias))
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        losses = cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none")
+        return losses, torch.zeros_like(losses) if torch.is_grad_enabled() else _hits(logits.argmax(-1), labels, losses)
+
+
+def _hits(predicted: torch.Tensor, labels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return ((predicted == labels) & (labels != IGNORE)).to(like.dtype)
+
+
+@dataclass(frozen=True)
+class _Spec:
+    transform: Transform
+    ranks: Ranks | None
+    start: int
+    counts_hits: bool
+
+    def logits(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The model's logits of some rows and columns, in fp32 or wider."""
+        found = self.transform(linear(rows, weight, bias))
+        return found if found.dtype == torch.float64 else found.float()
+
+    def own(self, labels: torch.Tensor, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whether each label is among these columns of this rank's slice, and its place there."""
+        places = labels - (self.start + low)
+        inside = (places >= 0) & (places < high - low)
+        return inside, places.masked_fill(~inside, 0)[:, None]
+
+
+def _blocks(total: int, size: int) -> Iterator[tuple[int, int]]:
+    for low in range(0, total, size):
+        yield low, min(low + size, total)
+
+
+def _width(rows: int) -> int:
+    """Columns of a block."""
+    return max(256, BLOCK_ELEMENTS // max(1, rows))
+
+
+class _BlockLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        spec: _Spec,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        top = rows.new_full((len(rows),), float("-inf"), dtype=wide)
+        total, target, best = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(labels)
+        for low, high in _blocks(len(weight), _width(len(rows))):
+            logits = spec.logits(rows, weight[low:high], None if bias is None else bias[low:high])
+            inside, places = spec.own(labels, low, high)
+            target += logits.gather(1, places)[:, 0].masked_fill(~inside, 0.0)
+            largest, where = logits.max(-1) if spec.counts_hits else (logits.amax(-1), best)
+            if spec.counts_hits:
+                best = torch.where(largest > top, where + spec.start + low, best)
+            raised = torch.maximum(top, largest)
+            total = total * (top - raised).exp() + logits.sub_(raised[:, None]).exp_().sum(-1)
+            top = raised
+        if spec.ranks is not None:
+            top, total, target, best = _over_ranks(spec, top, total, target, best)
+        spread = top + total.log()
+        counted = labels != IGNORE
+        ctx.spec = spec
+        ctx.save_for_backward(rows, weight, bias, labels, spread)
+        losses = ((spread - target) * counted).to(wide)
+        hits = _hits(best, labels, losses) if spec.counts_hits else torch.zeros_like(losses)
+        ctx.mark_non_differentiable(hits)
+        return losses, hits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+        rows, weight, bias, labels, spread = ctx.saved_tensors
+        work = _Backward(ctx.spec, rows, weight, bias, labels, spread, gradient * (labels != IGNORE))
+        wants_weight = ctx.needs_input_grad[1]
+        chunk = max(1, SUM_ELEMENTS // rows.shape[1])
+        found = work.at_once(wants_weight) if len(rows) <= chunk else work.in_two_passes(chunk, wants_weight)
+        return *found, None, None
+
+
+def _over_ranks(
+    spec: _Spec, top: torch.Tensor, total: torch.Tensor, target: torch.Tensor, best: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Figures of the own slice of the vocabulary → of all of it."""
+    assert spec.ranks is not None
+    highest = spec.ranks.largest(top)
+    if spec.counts_hits:  # of equals the first, as in `argmax`
+        best = -spec.ranks.largest(-best.masked_fill(top < highest, torch.iinfo(best.dtype).max))
+    total, target = spec.ranks.sum(torch.stack([total * (top - highest).exp(), target]))
+    return highest, total, target, best
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Gradients of hidden states, weight and bias; logits are computed a second time, block by block."""
+
+    spec: _Spec
+    rows: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    spread: torch.Tensor
+    """Logarithm of the sum of exponentials."""
+    gradient: torch.Tensor
+    """Of every token's loss; 0 where the label is not counted."""
+
+    def of_logits(self, tokens: slice, low: int, high: int) -> torch.Tensor:
+        """Gradient of a block of the head's output, in its precision."""
+        bias = None if self.bias is None else self.bias[low:high]
+        logits = self.spec.logits(self.rows[tokens], self.weight[low:high], bias)
+        slope = self.spec.transform.derivative(logits)
+        found = (
+            logits.sub_(self.spread[tokens, None]) if isinstance(slope, float) else logits - self.spread[tokens, None]
+        )
+        inside, places = self.spec.own(self.labels[tokens], low, high)
+        found = found.exp_().scatter_add_(1, places, -inside.to(found.dtype)[:, None])
+        return found.mul_(self.gradient[tokens, None]).mul_(slope).to(self.rows.dtype)
+
+    def at_once(self, wants_weight: bool) -> tuple[torch.Tensor | None, ...]:
+        """One pass over the vocabulary. Sums of the hidden states' gradient are fp32; the weight's needs no sums."""
+        hidden = torch.zeros_like(self.rows, dtype=self.spread.dtype)
+        weight, bias = self._empty(wants_weight)
+        for low, high in _blocks(len(self.weight), _width(len(self.rows))):
+            block = self.of_logits(slice(None), low, high)
+            hidden += block @ self.weight[low:high]
+            if weight is not None:
+                torch.mm(block.T, self.rows, out=weight[low:high])
+            if bias is not None:
+                bias[low:high] = block.sum(0)
+        return hidden.to(self.rows.dtype), weight, bias
+
+    def in_two_passes(self, chunk: int, wants_weight: bool) -> tuple[torch.Tensor | None, ...]:
+        """Long sequences: fp32 sums of all tokens, or of the whole weight, would take as much as the logits do."""
+        hidden = torch.empty_like(self.rows)
+        weight, bias = self._empty(wants_weight)
+        parts = [slice(low, high) for low, high in _blocks(len(self.rows), chunk)]
+        for tokens in parts:
+            total = torch.zeros_like(self.rows[tokens], dtype=self.spread.dtype)
+            for low, high in _blocks(len(self.weight), _width(chunk)):
+                total += self.of_logits(tokens, low, high) @ self.weight[low:high]
+            hidden[tokens] = total
+        for low, high in _blocks(len(self.weight), _width(chunk)) if weight is not None or bias is not None else ():
+            sums = torch.zeros_like(self.weight[low:high], dtype=self.spread.dtype)
+            column = sums.new_zeros(high - low)
+            for tokens in parts:
+                block = self.of_logits(tokens, low, high)
+                sums += block.T @ self.rows[tokens]
+                column += block.sum(0)
+            if weight is not None:
+                weight[low:high] = sums
+            if bias is not None:
+                bias[low:high] = column
+        return hidden, weight, bias
+
+    def _empty(self, wants_weight: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        weight = torch.empty_like(self.weight) if wants_weight else None
+        return weight, None if self.bias is None or not wants_weight else torch.empty_like(self.bias)
+
+
+def install(model: Any, loss: HeadLoss, enter: Callable[[torch.Tensor], torch.Tensor] = lambda hidden: hidden) -> None:
+    """Let a model's head compute the loss; what the model would do to its logits afterwards is taken out.
+
+    `enter` brings hidden states into the region of the head's shards.
+    """
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: loss.of_hidden(enter(hidden), head.weight, head.bias)
+    # A copy: the config may be saved with an export, and other modules read it.
+    model.config = copy.copy(model.config)
+    for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
+        if getattr(model.config, key, None) is not None:
+            setattr(model.config, key, neutral)
+        if isinstance(getattr(model, key, None), int | float):  # Cohere's models keep a copy of their own
+            setattr(model, key, neutral)
+
+
+def why_not(section: Model) -> str:
+    """Why a model's loss needs complete logits; empty if it does not. Tried on a tiny model."""
+    if section.task not in (None, "causal-lm"):
+        return f"{section.task} has another loss"
+    before = rng.capture()
+    try:
+        tiny = Model(
+            config=tiny_config(load_config(section)), init="scratch", precision="fp32", attention=section.attention
+        )
+        plain, fused = (build_model(tiny, 0).eval() for _ in range(2))
+        if reason := unfit_head(plain):
+            return reason
+        loss = HeadLoss(Transform.of(plain.config))
+        install(fused, loss)
+        return _difference(plain, fused, loss)
+    except Exception as error:
+        return f"a trial on a tiny model failed: {first_line(error)}"
+    finally:
+        rng.restore(before)  # building a model seeds all generators, and dropout draws from them
+
+
+def unfit_head(model: Any) -> str:
+    """Why a model's own head can't compute the loss; empty if it can."""
+    head = model.get_output_embeddings()
+    return "" if type(head) is torch.nn.Linear else f"its head is a {type(head).__name__}"
+
+
+def _difference(plain: Any, fused: Any, loss: HeadLoss) -> str:
+    vocabulary = plain.get_output_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, (2, 8), generator=generator)
+    labels = ids.roll(-1, 1)
+    labels[0, :3] = IGNORE
+    expected = summed_loss(plain(input_ids=ids, use_cache=False).logits, labels)
+    loss.expect(labels)
+    found = loss(fused(input_ids=ids, use_cache=False).logits, labels)
+    torch.autograd.backward([expected, found])
+    pairs = [
+        (expected, found),
+        *((p.grad, q.grad) for p, q in zip(plain.parameters(), fused.parameters(), strict=True)),
+    ]
+    worst = max(
+        (float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in pairs if a is not None), default=1.0
+    )
+    return "" if worst < 1e-4 else f"its loss differs by {worst:.1e} if the head computes it"

@@ -1,0 +1,198 @@
+"""Rehearse a long model by short ones: fewer layers and micro-batches, and the straight line through what they take.
+
+Layers of one kind repeat, so bytes and events grow by the same amount with each. Three lengths are run: the line
+through two of them must hit the third, otherwise the full model is run. Every moment of a step (part, micro-batch,
+module, line of code) has a line of its own, because another moment can own the peak of the full model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from toolkit.plans.pipeline_bounds import even_bounds
+from toolkit.runtime.rehearsal.report import PARTS, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
+
+SHORT = (4, 6, 8)
+"""Layers of the short models (of a pipeline: per stage). Below 4, ZeRO 3 has not yet begun to release parameters."""
+TOLERANCE = 1e-3
+"""Largest relative distance of the third length from the line."""
+LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer", "n_layers")
+MORE_THAN_STAGES = 1
+"""Micro-batches beyond the stages of a pipeline: the first stage then holds gradients and a full pipeline at once."""
+MOST_DIFFERENT = 8
+"""Layers at the beginning that may differ from the rest, such as the dense ones of a mixture of experts."""
+REPEATED = 2
+"""Micro-batches without a pipeline: the second finds gradients of the first, as every further one does."""
+
+
+def micro_batches(spec: RehearsalSpec) -> int:
+    """Micro-batches to run: enough for the peak of a step with all of them."""
+    plan = spec.plan
+    if spec.every_layer:
+        return plan.grad_accum
+    return min(plan.grad_accum, plan.pp + MORE_THAN_STAGES if plan.pp > 1 else REPEATED)
+
+
+def stage_layers(spec: RehearsalSpec, layers: int) -> tuple[int, ...]:
+    """Layers of each stage."""
+    bounds = spec.plan.pipeline_bounds or even_bounds(layers, spec.plan.pp)
+    return tuple(high - low for low, high in itertools.pairwise(bounds))
+
+
+def lengths(spec: RehearsalSpec, kinds: Sequence[Any]) -> tuple[int, ...]:
+    """Layers (per stage) of the short models; empty: run the full one. `kinds`: what each layer looks like."""
+    layers = len(kinds)
+    if spec.every_layer or layer_key(spec, layers) is None:
+        return ()
+    prefix, period = _pattern(kinds)
+    if spec.plan.pp > 1:
+        found = SHORT if (prefix, period) == (0, 1) else ()
+    else:  # the same rest as in the full model, so that the last layers are of the same kinds
+        rest = prefix + (layers - prefix) % period
+        first = rest + period * -(-max(SHORT[0] - rest, 1) // period)
+        step = period * -(-(SHORT[1] - SHORT[0]) // period)
+        found = (first, first + step, first + 2 * step)
+    return found if sum(found) < max(stage_layers(spec, layers)) else ()
+
+
+def layer_key(spec: RehearsalSpec, layers: int) -> str | None:
+    """Key of the config that holds the number of layers."""
+    config = spec.model.config or {}
+    return next((key for key in LAYER_COUNTS if config.get(key) == layers), None)
+
+
+def _pattern(kinds: Sequence[Any]) -> tuple[int, int]:
+    """(layers at the beginning that are of other kinds, shortest repeat of the kinds after them)."""
+    for prefix in range(min(MOST_DIFFERENT, len(kinds))):
+        rest = kinds[prefix:]
+        for period in range(1, len(rest) // 2 + 1):
+            if all(one == rest[index % period] for index, one in enumerate(rest)):
+                return prefix, period
+    return 0, len(kinds)
+
+
+def reduced(spec: RehearsalSpec, layers: int, length: int | None) -> RehearsalSpec:
+    """The spec with fewer micro-batches, and with `length` layers per stage (None: all)."""
+    count = micro_batches(spec)
+    plan = replace(spec.plan, grad_accum=count)
+    deepspeed = {**spec.deepspeed, "gradient_accumulation_steps": count}
+    model = spec.model
+    if length is not None:
+        key, total = layer_key(spec, layers), length * plan.pp
+        assert key is not None
+        assert model.config is not None
+        config = {name: _shortened(value, layers, total) for name, value in model.config.items()}
+        model = replace(model, config={**config, key: total})
+        if plan.pipeline_bounds:
+            plan = replace(plan, pipeline_bounds=tuple(range(0, total + 1, length)))
+    return replace(spec, plan=plan, deepspeed=deepspeed, model=model)
+
+
+def _shortened(value: Any, layers: int, total: int) -> Any:
+    """Lists with an entry per layer are cut."""
+    return value[:total] if isinstance(value, list | tuple) and len(value) == layers else value
+
+
+def further_micro_batches(report: RoleReport, missing: int) -> RoleReport:
+    """A report with the events of the micro-batches that were not run."""
+    return replace(report, phases=[replace(phase, counts=_with_more(phase, missing)) for phase in report.phases])
+
+
+def _with_more(phase: Phase, missing: int) -> dict[Any, int]:
+    return {key: round(count + missing * phase.repeated.get(key, 0)) for key, count in phase.counts.items()}
+
+
+def extrapolated(reports: Sequence[RoleReport], layers: int) -> RoleReport | None:
+    """The report of a stage with `layers` layers from three short ones; None if they are not on a line."""
+    short = [report.layers for report in reports]
+    phases = []
+    for three in zip(*(report.phases for report in reports), strict=True):
+        if not _on_a_line(three, short):
+            return None
+        phases.append(_phase(three[1], three[2], _Line(short[1], short[2], layers)))
+    line, last = _Line(short[1], short[2], layers), reports[-1]
+    return replace(
+        last,
+        phases=phases,
+        saved_bytes=line.at(reports[1].saved_bytes, last.saved_bytes),
+        wall_seconds=sum(report.wall_seconds for report in reports),
+        cpu_seconds=sum(report.cpu_seconds for report in reports),
+        resident_bytes=max(report.resident_bytes for report in reports),
+        layers=layers,
+        ran_layers=tuple(short),
+    )
+
+
+class _Line:
+    """The straight line through two lengths."""
+
+    def __init__(self, left: int, right: int, wanted: int) -> None:
+        self._factor = (wanted - right) / (right - left)
+
+    def at(self, left: float, right: float) -> int:
+        """Value at the wanted length."""
+        return round(right + (right - left) * self._factor)
+
+
+def _on_a_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
+    """Whether the third length is where the first two say, for the host, the device and the FLOPs."""
+    line = _Line(*short)
+    for get in (lambda phase: phase.device_peak_bytes, lambda phase: phase.host_peak_bytes, lambda phase: phase.flops):
+        first, second, third = map(get, three)
+        if abs(line.at(first, second) - third) > TOLERANCE * third:
+            return False
+    return True
+
+
+def _phase(left: Phase, right: Phase, line: _Line) -> Phase:
+    moments = {
+        moment: tuple(line.at(a, b) for a, b in zip(left.moments[moment], parts, strict=True))
+        for moment, parts in right.moments.items()
+        if moment in left.moments
+    }
+    top = _top(moments)
+    parts = dict(zip(PARTS, moments[top], strict=True))
+    same = _top(left.moments) == _top(right.moments) == top
+    if same:  # these know what every tensor has become in the end
+        parts = {part: line.at(left.parts[part], right.parts[part]) for part in PARTS}
+    return replace(
+        right,
+        device_peak_bytes=sum(parts.values()),
+        host_peak_bytes=line.at(left.host_peak_bytes, right.host_peak_bytes),
+        operators=line.at(left.operators, right.operators),
+        counts={key: max(0, line.at(left.counts.get(key, 0), count)) for key, count in right.counts.items()},
+        repeated={key: max(0, line.at(left.repeated.get(key, 0), count)) for key, count in right.repeated.items()},
+        parts=parts,
+        peak_at=right.peak_at if same else " ".join(top),
+        largest=_largest(left, right, line) if same else [],
+        moments=moments,
+    )
+
+
+def _top(moments: Mapping[Moment, tuple[int, ...]]) -> Moment:
+    """The moment of the peak."""
+    return max(moments, key=lambda moment: sum(moments[moment]))
+
+
+def _largest(left: Phase, right: Phase, line: _Line) -> list[LargeTensor]:
+    """The tensors at the peak; those that grow with the number of layers are extrapolated."""
+    before = {(one.part, one.dtype, one.where): one for one in left.largest}
+    found = []
+    for one in right.largest:
+        other = before.get((one.part, one.dtype, one.where), one)
+        size = line.at(other.bytes, one.bytes)
+        shape = (size * one.shape[0] // one.bytes,) if len(one.shape) == 1 and one.bytes else one.shape
+        found.append(replace(one, bytes=size, shape=shape))
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+def describe(report: RoleReport, grad_accum: int) -> str:
+    """What of a rank was run, and what follows from it."""
+    micro = f"{report.ran_micro_batches} of {grad_accum} micro-batches"
+    if not report.extrapolated:
+        return f"all {report.layers} layers of the rank and {micro} were run"
+    lengths = ", ".join(map(str, report.ran_layers))
+    return f"{lengths} of {report.layers} layers and {micro} were run; the figures are those of the straight line"

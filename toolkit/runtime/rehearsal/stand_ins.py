@@ -1,0 +1,145 @@
+"""Stands in for what needs real numbers, other ranks or a checkpoint: first weights, exchanged objects, groups."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as td
+
+from toolkit.recipe.sections import Model
+from toolkit.runtime.distributed import process_group
+from toolkit.runtime.distributed.process_group import World
+from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models.first_weights import Ranges
+from toolkit.runtime.rehearsal import fake_device, reads
+from toolkit.runtime.rehearsal.report import RehearsalSpec
+from toolkit.runtime.sharding.ulysses import DocumentSpan
+from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
+
+META_NUMBERS = 256
+"""Size of DeepSpeed 0.19.8's message with shapes (`TENSOR_META_SIZE`)."""
+WRAPPERS = ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer", "pipe.engine")
+"""Modules of DeepSpeed that are imported before ranks are forked."""
+
+
+def prepare(spec: RehearsalSpec) -> None:
+    """Register the device and import everything, before ranks are forked."""
+    if spec.backend != "cpu":
+        fake_device.install(spec.device_memory_bytes, spec.device_name)
+    process_group.skip_inference_build()
+    for module in WRAPPERS:
+        importlib.import_module(f"deepspeed.runtime.{module}")
+
+
+class EmptyWeights:
+    """`Weights` of the right shapes; nothing is drawn or read."""
+
+    def __init__(self, section: Model) -> None:
+        self._like = {name: (p.shape, p.dtype) for name, p in skeleton(section).named_parameters()}
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Empty tensors on the host."""
+        for name in names:
+            shape, dtype = self._like[name]
+            yield name, torch.empty(shape, dtype=dtype)
+
+    def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Empty elements on the host."""
+        for name, wanted in ranges.items():
+            yield name, [torch.empty(high - low, dtype=self._like[name][1]) for low, high in wanted]
+
+    def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Empty slices on the host."""
+        for name, parameter in parameters.items():
+            yield name, torch.empty(parameter.shape, dtype=parameter.dtype)
+
+    def fill_buffers(self, model: torch.nn.Module) -> None:
+        """A skeleton's buffers stay as they are."""
+
+
+def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]) -> None:
+    """Replace what needs real numbers or other ranks: first weights, exchanged objects, shapes between stages.
+
+    `heard`: shapes that the previous stage sent; `said`: what this one sends. docs/rehearsal.md has the list.
+    """
+    if spec.plan.tp > 1:  # its verdict comes from the autograd graph of a tiny model with real tensors
+        verdict = follows_head(spec.model)
+        _replace("toolkit.runtime", "follows_head", lambda section: verdict)
+    fake_device.patch_fake_tensors()
+    kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
+    for package in ("torch.nn.functional", "toolkit.runtime"):
+        _replace(package, "scaled_dot_product_attention", kernel)
+    reads.answer_lists()
+    reads.answer_packed_question(spec.rows == "packed")
+    if spec.rows == "packed":
+        _replace("toolkit.runtime", "_documents", _two_documents)
+    _weights()
+    _objects(world.size)
+    _groups(world.rank)
+    _stage_shapes(heard, said)
+
+
+def _two_documents(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
+    """Sequence parallel asks where documents begin: every row holds two of the same length."""
+    middle = length // 2
+    spans = ((0, middle), (middle, length)) if positions is not None else ((0, length),)
+    return [DocumentSpan(slice(row, row + 1), low, high) for row in range(batch) for low, high in spans]
+
+
+def _replace(package: str, name: str, value: Any) -> None:
+    """Replace a function in every module of a package that has imported it."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith(package) and name in vars(module):
+            setattr(module, name, value)
+
+
+def _weights() -> None:
+    _replace("toolkit.runtime", "open_weights", lambda section, seed: EmptyWeights(section))
+    _replace("toolkit.runtime", "check_same_weights", lambda model: None)
+    _replace("toolkit.runtime", "sample_bytes", lambda elements, dtype: b"")
+
+
+def _objects(world_size: int) -> None:
+    """Objects that ranks exchange: every rank says what this one says."""
+    _replace("toolkit.runtime", "gather_objects", lambda value, group=None: [value] * world_size)
+    _replace("toolkit.runtime", "broadcast_object", lambda value, group=None: value)
+    for name in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
+        _replace("deepspeed", name, lambda *args, **kwargs: None)
+
+
+def _groups(rank: int) -> None:
+    """Every new group is a fake one: gloo groups would connect to the other ranks. Other ranks' groups are not made."""
+    make: Any = td.new_group
+    module: Any = td
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if ranks is not None and rank not in ranks:
+            return td.GroupMember.NON_GROUP_MEMBER
+        return make(ranks, backend="fake")
+
+    module.new_group = new_group
+
+
+def _stage_shapes(heard: list[Any], said: list[Any]) -> None:
+    """Shapes travel from stage to stage as numbers in tensors: here they are handed over by the rehearsal."""
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    send_meta = PipelineEngine._send_tensor_meta
+
+    def send(self: Any, buffer: Any, stage: int) -> Any:
+        tensors = buffer if isinstance(buffer, tuple) else (buffer,)
+        said.append((isinstance(buffer, tuple), [(list(t.shape), t.dtype) for t in tensors]))
+        return send_meta(self, buffer, stage)
+
+    def receive(self: Any, stage: int) -> Any:
+        p2p.recv(torch.empty(META_NUMBERS, dtype=torch.int32, device=self.device), stage)
+        several, specs = heard[0]
+        buffers = [self._allocate_or_extend_buffers(i, shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+        return tuple(buffers) if several else buffers[0]
+
+    PipelineEngine._send_tensor_meta, PipelineEngine._recv_tensor_meta = send, receive
