@@ -221,7 +221,7 @@ def test_dry_run_starts_nothing(recipe: Path, tmp_path: Path, capsys: pytest.Cap
 def test_plan_json_follows_the_contract(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "--nproc", "2", "--json"]) == 0
     decision = json.loads(capsys.readouterr().out)
-    assert decision.keys() == {"chosen", "ranked", "refused", "considered", "notes"}
+    assert decision.keys() == {"chosen", "ranked", "refused", "considered", "notes", "advice"}
     plan = decision["chosen"]
     axes = {"strategy", "dp", "tp", "pp", "sp", "ep", "zero_stage", "zero_group", "offload", "micro_batch", "grad_accum", "recompute", "precision", "islands", "local_steps"}  # noqa: E501  # fmt: skip
     assert axes | {"fits", "memory", "time", "tokens_per_second", "mfu"} <= plan.keys()

@@ -261,7 +261,7 @@ IN_PLACE_BYTES = 4.5
 """Bytes per logit of a loss that overwrites them with their gradient (Megatron)."""
 UPCAST_BYTES = 7.5
 """The same under Hugging Face models, which copy logits to fp32 first."""
-COMPILED_BYTES = 8.0
+COMPILED_BYTES = 10.0
 KBIT_LOGITS = 1.75
 """Logits over 4-bit weights of bitsandbytes, relative to others: peft runs norms, embeddings and head in fp32."""
 
@@ -273,7 +273,9 @@ def _loss_bytes(row: PublishedRow, e: Execution) -> float:
     if e.software.fused_loss:
         return UPCAST_BYTES if e.software.unpadded_vocab else IN_PLACE_BYTES
     each = COMPILED_BYTES if e.software.fusion == "compiled" else LOGIT_BYTES[e.software.fusion]
-    return each * (KBIT_LOGITS if row.text("method").lower() == "qlora" and "HF" in row.text("framework") else 1.0)
+    alone = e.software.unpadded_vocab and "single GPU" in row.text("framework")
+    upcast = alone and row.text("method").lower() == "qlora"
+    return each * (KBIT_LOGITS if upcast else 1.0)
 
 
 def figure_kind(row: PublishedRow) -> str:
@@ -301,12 +303,25 @@ def predicted_memory(row: PublishedRow, e: Execution, cal: Calibration) -> dict[
         grads *= 2 if e.software.grad_bytes == 2 else 1
         params, states = 2 * params, states * 2 / 3
     logits = used.logits * _loss_bytes(row, e) / LOGIT_BYTES[e.software.fusion]
-    live = params + grads + states + used.activations + logits + used.gathered + used.buffers
+    passing = used.activations + logits + used.gathered + used.buffers
+    live = params + grads + states + passing
+    if FOREACH.search(row.text("framework").lower()) and not e.lora_rank:
+        live = _with_foreach(e, params + states, params, grads, passing)
     fixed = cal.context_bytes + (cal.collective_bytes if e.cluster.devices > 1 else 0.0)
     needed = live * (1 + cal.fragmentation)
     room = e.cluster.device.memory_bytes * DEVICE_SHARE - fixed
     reserved = max(needed, min(live * (1 + cal.reserved), room))
     return {"allocated": live, "reserved": reserved, "driver": reserved + fixed, "needed": needed + fixed}
+
+
+FOREACH = re.compile(r"(?=.*(trainer|fsdp1|accelerate))(?!.*(deepspeed|composer|compile))")
+"""Frameworks that update with torch's `foreach` AdamW, which makes a temporary copy of all updated parameters."""
+
+
+def _with_foreach(e: Execution, resident: float, params: float, grads: float, passing: float) -> float:
+    """Peak of the backward pass, where gradients grow as activations are freed, or of the update with its copy."""
+    backward = resident + (max(grads, passing) if e.grad_accum == 1 else grads + passing)
+    return max(backward, resident + grads + params)
 
 
 def least_memory(row: PublishedRow, e: Execution, cal: Calibration) -> float:
