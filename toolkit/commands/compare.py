@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -100,9 +101,12 @@ def _best(found: list[dict[str, Any]]) -> dict[str, str | None]:
 
 
 def _show(result: dict[str, Any], console: Console) -> None:
-    table = Table()
-    for heading in ("cluster", "devices", "plan", "step", "tokens/s", "MFU", "cost/B tokens", "kWh/B tokens"):
-        table.add_column(heading, justify="left" if heading in ("cluster", "plan") else "right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("cluster", "devices", "plan", "step", "tokens/s", "MFU", "cost", "kWh"):
+        left = heading in ("cluster", "devices", "plan")
+        table.add_column(
+            heading, justify="left" if left else "right", no_wrap=heading != "plan" and heading != "devices"
+        )
     for one in result["clusters"]:
         devices = f"{one['devices']} × {one['device']}"
         if one["plan"] is None:
@@ -115,6 +119,7 @@ def _show(result: dict[str, Any], console: Console) -> None:
             _number(money["kwh_per_billion_tokens"]),
         )  # fmt: skip
     console.print(table)
+    console.print("cost and kWh: for a billion tokens", highlight=False)
     for what, name in result["best"].items():
         if name:
             console.print(f"best {what}: {escape(name)}", highlight=False)
