@@ -73,13 +73,14 @@ class Decision:
         low, high = self.chosen.estimate.step_seconds
         return option.estimate.step_seconds[0] <= high and option.estimate.step_seconds[1] >= low
 
+    def _shown(self, option: Option) -> dict[str, Any]:
+        return {**option.to_json(), "overlaps_best": self.overlaps_best(option)}
+
     def to_json(self, top: int | None = None) -> dict[str, Any]:
         """The output of `toolkit plan --json`."""
         return {
-            "chosen": self.chosen.to_json() if self.chosen else None,
-            "ranked": [
-                {**option.to_json(), "overlaps_best": self.overlaps_best(option)} for option in self.ranked[:top]
-            ],
+            "chosen": self._shown(self.chosen) if self.chosen else None,
+            "ranked": [self._shown(option) for option in self.ranked[:top]],
             "refused": [
                 {"strategy": r.strategy, "plan": asdict(r.plan) if r.plan else None, "reason": r.reason}
                 for r in self.refused
