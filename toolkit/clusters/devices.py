@@ -97,7 +97,8 @@ class _DataSheet:
 # link to the host (GB/s), network (Gbit/s), best measured fp8 matmul (TFLOP/s).
 # Sources: vendors' data sheets (peaks, memory, links, watts, multiprocessors); stas00/ml-engineering (measured matmul
 # rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak is used. AMD's measured
-# rates already include the effect of the power limit, so these rows give no watts: it would count twice.
+# rates already include the effect of the power limit, so these rows give no watts: it would count twice. GeForce cards
+# have no direct access to each other over PCIe: their traffic goes through host memory, at half the rate.
 DEVICES: dict[str, Device] = {
     row.name: row.device()
     for row in (
@@ -122,9 +123,9 @@ DEVICES: dict[str, Device] = {
         _DataSheet("GB300", 2500, 1822.0, 288, 8.0, 900, 300, 800, 3615.6, units=148, watts=1400, nvls=True, domain=72),
         _DataSheet("L40S", 362, 290, 48, 0.86, 31, 25, 100, 580, units=142, watts=350),
         _DataSheet("L4", 121, 97, 24, 0.30, 31, 25, 50, 190, units=58, watts=72),
-        _DataSheet("RTX-3090", 71, 60, 24, 0.936, 25, 25, 25, units=82, watts=350),
-        _DataSheet("RTX-4090", 165, 140, 24, 1.01, 25, 25, 25, 280, units=128, watts=450),
-        _DataSheet("RTX-5090", 209, 177, 32, 1.79, 50, 50, 25, 350, units=170, watts=575),
+        _DataSheet("RTX-3090", 71, 60, 24, 0.936, 12, 25, 25, units=82, watts=350),
+        _DataSheet("RTX-4090", 165, 140, 24, 1.01, 12, 25, 25, 280, units=128, watts=450),
+        _DataSheet("RTX-5090", 209, 177, 32, 1.79, 25, 50, 25, 350, units=170, watts=575),
         _DataSheet("RTX-6000-Ada", 364, 290, 48, 0.96, 25, 25, 50, 580, units=142, watts=300),
         _DataSheet("RTX-PRO-6000", 504, 400, 96, 1.79, 50, 50, 100, 800, units=188, watts=600),
         _DataSheet("MI250X", 383, 300, 128, 3.28, 350, 25, 100, units=220, board_watts=560, backend="rocm"),

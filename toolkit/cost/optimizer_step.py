@@ -12,6 +12,8 @@ MOMENTS = {
 """fp32 values that an optimizer keeps per parameter, without the master weight."""
 UPDATE_BYTES = 14.0
 """Bytes per parameter: read the gradient (2), read and write the master (8), write the 16-bit weight (2), norm (2)."""
+APART_BYTES = 10.0
+"""Bytes per parameter to add a 16-bit gradient to an fp32 sum: read 2 and 4, write 4."""
 MOMENT_BYTES = 8.0
 """Bytes per fp32 moment: read and write."""
 HOST_UPDATE_BYTES_PER_SECOND = 100e9
@@ -28,7 +30,8 @@ def optimizer_seconds(e: Execution, cal: Calibration) -> float:
     total = _offloaded(e, shard) if e.offload != "none" else shard * update_bytes(e.optimizer) / rate
     if e.grad_accum > 1 and e.zero_stage < 3 and not e.software.fused_accumulation:
         grad_bytes = 4 if e.element_bytes == 4 else e.software.grad_bytes
-        total += (e.grad_accum - 1) * 3 * grad_bytes * trained / rate
+        each = APART_BYTES if e.accumulates_apart else 3 * grad_bytes
+        total += (e.grad_accum - 1) * each * trained / rate
     return total
 
 
