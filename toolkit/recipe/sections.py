@@ -44,8 +44,10 @@ class Model:
     """Weights to start from; default: `pretrained` with `path`, `scratch` with `config`."""
     precision: Precision = "bf16"
     """Data type of the forward and backward pass; master weights and moments are fp32."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """Attention implementation; `auto`: transformers chooses."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex"] = "auto"
+    """Attention kernel. `auto`: torch's flash kernel of variable length on GPUs, SDPA per document elsewhere; `sdpa`:
+    SDPA per document; `flash_attention_2`, `flash_attention_3`: of that package; `eager`, `flex`: transformers' own.
+    Documents never attend to each other, whatever the kernel."""
     lora: Lora | None = None
     """Train adapters only."""
     task: Task | None = None

@@ -11,6 +11,7 @@ import torch
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Model
 from toolkit.runtime.corpus.token_documents import Documents, spread
+from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_config
@@ -145,8 +146,7 @@ class BestFit:
         last = columns[np.cumsum(counts) - 1]
         positions = np.arange(self.seq_len) - last[:, None]
         positions.reshape(-1)[spots] = spread(np.zeros(len(lengths), np.int64), lengths)
-        given = {"input_ids": ids, "labels": labels, "position_ids": positions}
-        return MicroBatch(**{name: torch.from_numpy(array) for name, array in given.items()})
+        return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels), position_ids=torch.from_numpy(positions))
 
 
 TOLERANCE = 1e-4
@@ -174,23 +174,24 @@ def check_isolated(section: Model) -> None:
 
 
 def largest_leak(section: Model) -> float:
-    """Largest difference between a document's logits when packed with others and when alone."""
-    # Flash attention has no CPU kernel. In transformers 5.22.2 it gets document bounds by the same code as sdpa.
-    attention = "sdpa" if section.attention == "flash_attention_2" else section.attention
+    """Largest difference between a document's logits when packed with others, in two rows, and when alone."""
     config = tiny_config(load_config(section))
     if "kv_lora_rank" in config:  # latent attention has one key per head
         config["num_key_value_heads"] = config["num_attention_heads"]
-    tiny = Model(config=config, init="scratch", precision="fp32", attention=attention)
+    tiny = Model(config=config, init="scratch", precision="fp32", attention=without_gpu(section.attention))
     generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(3, VOCABULARY - 1, (1, length), generator=generator) for length in LENGTHS]
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    # Two rows with different bounds: a kernel that takes the bounds of one row for all would show.
+    lengths = [*LENGTHS, *reversed(LENGTHS)]
+    documents = [torch.randint(3, VOCABULARY - 1, (length,), generator=generator) for length in lengths]
+    ids = torch.cat(documents).view(2, -1)
+    positions = torch.cat([torch.arange(length) for length in lengths]).view(2, -1)
     with torch.no_grad():
         try:
             model = build_model(replace(tiny, task=section.task), seed=0).eval()
-            alone = torch.cat([model(input_ids=ids, use_cache=False).logits for ids in documents], 1)
+            alone = torch.cat([model(input_ids=own[None], use_cache=False).logits[0] for own in documents])
         except Exception as error:
             raise TinyModelFailed(first_line(error)) from None
-        packed = model(input_ids=torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
+        packed = forward(model, MicroBatch(ids, ids, position_ids=positions)).logits.flatten(0, 1)
     return float((packed - alone).abs().max())
 
 

@@ -32,11 +32,17 @@ Made = tuple[np.ndarray, list[MicroBatch]]
 
 
 def global_batch(samples: Samples, ids: np.ndarray, share: Share) -> list[MicroBatch]:
-    """This replica's micro-batches of a global batch, in pinned memory if there is an accelerator."""
+    """This replica's micro-batches of a global batch, in pinned memory if there is an accelerator.
+
+    Document bounds are found here, on the host, so that the engine never reads them from a device.
+    """
     accelerator = get_accelerator()
-    made = list(
-        micro_batches(samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch)
-    )
+    made = [
+        micro.located()
+        for micro in micro_batches(
+            samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch
+        )
+    ]
     if accelerator.device_name() == "cpu":
         return made
     return [micro.map(accelerator.pin_memory) for micro in made]

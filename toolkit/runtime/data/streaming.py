@@ -241,7 +241,8 @@ class Streamed:
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         self._read(int(indices.max()))
         rows = [self._row(int(index)) for index in indices]
-        return MicroBatch(**{name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()})
+        joined: dict[str, Any] = {name: torch.cat([row.tensors()[name] for row in rows]) for name in rows[0].tensors()}
+        return MicroBatch(**joined)
 
     def mark(self, position: int) -> dict[str, Any]:
         """For a checkpoint: where to continue reading if `position` is the next sequence."""

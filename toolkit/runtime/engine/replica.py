@@ -21,6 +21,7 @@ from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
@@ -120,9 +121,9 @@ class ReplicaEngine:
         try:
             for micro in batch:
                 with part(self._clock, "forward"):
-                    own = self._slice_batch(micro.to(device()))
+                    own = self._slice_batch(micro.located().to(device()))
                     self._loss.expect(own.labels)
-                    loss = self._loss(self._engine(**own.inputs()).logits, own.labels)
+                    loss = self._loss(forward(self._engine, own).logits, own.labels)
                     total += loss.detach()
                 with part(self._clock, "backward"):
                     self._engine.backward(self._scaling.prepared(loss * weight))
@@ -154,9 +155,9 @@ class ReplicaEngine:
         self._engine.eval()
         with torch.no_grad():
             for micro in batch:
-                own = self._slice_batch(micro.to(device()))
+                own = self._slice_batch(micro.located().to(device()))
                 self._loss.expect(own.labels)
-                logits = self._engine(**own.inputs()).logits
+                logits = forward(self._engine, own).logits
                 loss = self._loss(logits, own.labels)
                 correct = self._loss.num_correct(logits, own.labels)
                 sums += torch.stack([value.double() for value in (loss, (own.labels != IGNORE).sum(), correct)])

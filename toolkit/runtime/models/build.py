@@ -25,6 +25,7 @@ from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Lora, Model
 from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.process_group import gather_objects
+from toolkit.runtime.models import attention
 from toolkit.runtime.models.first_weights import (
     AdaptedWeights,
     FileWeights,
@@ -45,6 +46,8 @@ BUILDERS: dict[str | None, Any] = {
     "seq2seq": AutoModelForSeq2SeqLM,
 }
 """Model class of each task."""
+TRANSFORMERS_NAMES = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
+"""`model.attention` → what a model is built with; the rest is set by `attention.install`."""
 ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None}
 
 
@@ -200,13 +203,14 @@ def _quantized(section: Model) -> dict[str, Any]:
 def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], PreTrainedModel]) -> PreTrainedModel:
     config = load_config(section)
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code}
-    if section.attention != "auto":
-        options["attn_implementation"] = section.attention
+    if section.attention in TRANSFORMERS_NAMES:
+        options["attn_implementation"] = TRANSFORMERS_NAMES[section.attention]
     try:
         model = make(config, options)
     except (ValueError, OSError, ImportError) as error:
         raise BadInput("model", f"transformers can't build it: {first_line(error)}") from None
     model.config.use_cache = False
+    attention.install(model, section)
     return model
 
 

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy, linear
 from toolkit.errors import first_line
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import rng
+from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE
@@ -286,7 +287,10 @@ def why_not(section: Model) -> str:
     before = rng.capture()
     try:
         tiny = Model(
-            config=tiny_config(load_config(section)), init="scratch", precision="fp32", attention=section.attention
+            config=tiny_config(load_config(section)),
+            init="scratch",
+            precision="fp32",
+            attention=without_gpu(section.attention),
         )
         plain, fused = (build_model(tiny, 0).eval() for _ in range(2))
         if reason := unfit_head(plain):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from toolkit.runtime.models.documents import Documents
+
 IGNORE = -100
 """Label of a position that the loss does not count."""
 
@@ -28,6 +30,18 @@ class MicroBatch:
     """Seq2seq: decoder inputs, which are `labels` shifted right."""
     pixel_values: torch.Tensor | None = None
     """Images, instead of `input_ids`."""
+    documents: Documents | None = None
+    """Bounds for attention; see `located`."""
+
+    def located(self) -> MicroBatch:
+        """This micro-batch with its document bounds, which are read from tensors: call it while they are on the host.
+
+        Images and seq2seq have none: their attention is not over one causal sequence.
+        """
+        if self.documents is not None or self.input_ids is None or self.decoder_input_ids is not None:
+            return self
+        rows, length = self.input_ids.shape
+        return replace(self, documents=Documents.of_rows((rows, length), self.position_ids, self.attention_mask))
 
     def to(self, device: torch.device) -> MicroBatch:
         """This micro-batch on a device."""
@@ -35,11 +49,12 @@ class MicroBatch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
         """This micro-batch with a function applied to every tensor."""
-        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+        documents = self.documents and self.documents.map(change)
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()}, documents=documents)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that are not None, by name."""
-        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        return {f.name: value for f in fields(self) if torch.is_tensor(value := getattr(self, f.name))}
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward pass."""

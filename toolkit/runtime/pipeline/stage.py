@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
+from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Sites, sites
@@ -67,13 +68,13 @@ class Stage(torch.nn.Module):
 
     def forward(self, received: Any) -> Any:
         """Run one micro-batch."""
-        micro = self._queue.pop(0).to(device())
+        micro = self._queue.pop(0).located().to(device())
         if self.index > 0:
             self._received = anchored(received if isinstance(received, tuple) else (received,))
         inputs = self._received
         self._loss.expect(micro.labels)
         try:
-            output = self.model(**micro.inputs())
+            output = forward(self.model, micro)
         except Cut as cut:
             outputs = chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]])
             self.faults.forward(inputs, outputs)

@@ -19,6 +19,7 @@ from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes, Verdict
 from toolkit.recipe.sections import Model
+from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import build_model, fill, load_config, open_weights, skeleton
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -84,7 +85,7 @@ def tiny_model_section(section: Model, axes: Axes) -> Model:
         config=config,
         init="scratch",
         precision="fp32",
-        attention=section.attention,
+        attention=without_gpu(section.attention),
         task=section.task,
         num_labels=section.num_labels,
     )
@@ -132,7 +133,7 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
         micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
         model = _exact(build_model(tiny, SEED), kind)
         try:
-            loss = summed_loss(model(**micro.inputs()).logits.double(), micro.labels)
+            loss = summed_loss(forward(model, micro).logits.double(), micro.labels)
             loss.backward()  # type: ignore[no-untyped-call]
         except Exception:
             if micro.attention_mask is None:
@@ -227,7 +228,7 @@ def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: Mi
     try:
         micro = share.slice_batch(micro) if share else micro
         if not isinstance(part.pieces[0], Stage):
-            loss = part.loss(part.pieces[0](**micro.inputs()).logits.double(), micro.labels)
+            loss = part.loss(forward(part.pieces[0], micro).logits.double(), micro.labels)
         else:
             value: Any = None
             for stage in part.pieces:

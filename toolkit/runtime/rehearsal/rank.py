@@ -20,6 +20,7 @@ from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.models.build import load_config
+from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.pipeline.split import find_layers
 from toolkit.runtime.rehearsal import fake_device, stand_ins
@@ -124,6 +125,14 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
         pixels = torch.zeros(samples, config.num_channels, config.image_size, config.image_size)
         return MicroBatch(None, torch.zeros(samples, dtype=torch.long), pixel_values=pixels)
     if spec.rows == "text":
-        return MicroBatch(numbers(), torch.zeros(samples, dtype=torch.long), numbers())
+        return MicroBatch(numbers(), torch.zeros(samples, dtype=torch.long), numbers(), documents=_documents(spec))
     positions = numbers() if spec.rows == "packed" else None
-    return MicroBatch(numbers(), numbers(), numbers() if spec.rows == "padded" else None, positions)
+    mask = numbers() if spec.rows == "padded" else None
+    return MicroBatch(numbers(), numbers(), mask, positions, documents=_documents(spec))
+
+
+def _documents(spec: RehearsalSpec) -> Documents:
+    """Bounds can't be read from fake tensors: packed rows hold two documents, padded rows end in padding."""
+    cut = spec.seq_len // 2 if spec.rows == "packed" else spec.seq_len - 1 if spec.rows in ("padded", "text") else 0
+    row = [length for length in (cut, spec.seq_len - cut) if length]
+    return Documents.of_lengths(row * spec.plan.micro_batch, spec.plan.micro_batch, spec.rows in ("padded", "text"))

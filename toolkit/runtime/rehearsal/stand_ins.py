@@ -13,11 +13,11 @@ import torch.distributed as td
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models import attention
+from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.report import RehearsalSpec
-from toolkit.runtime.sharding.ulysses import DocumentSpan
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
 META_NUMBERS = 256
@@ -69,25 +69,19 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     if spec.plan.tp > 1:  # its verdict comes from the autograd graph of a tiny model with real tensors
         verdict = follows_head(spec.model)
         _replace("toolkit.runtime", "follows_head", lambda section: verdict)
+    attention.why_not(load_config(spec.model), spec.model.task)  # a trial with real tensors, remembered
+    if spec.backend != "cpu":
+        _replace("toolkit.runtime", "_on_recent_gpu", lambda: "V100" not in spec.device_name)
     fake_device.patch_fake_tensors()
     kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
     for package in ("torch.nn.functional", "toolkit.runtime"):
         _replace(package, "scaled_dot_product_attention", kernel)
     reads.answer_lists()
     reads.answer_packed_question(spec.rows == "packed")
-    if spec.rows == "packed":
-        _replace("toolkit.runtime", "_documents", _two_documents)
     _weights()
     _objects(world.size)
     _groups(world.rank)
     _stage_shapes(heard, said)
-
-
-def _two_documents(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
-    """Sequence parallel asks where documents begin: every row holds two of the same length."""
-    middle = length // 2
-    spans = ((0, middle), (middle, length)) if positions is not None else ((0, length),)
-    return [DocumentSpan(slice(row, row + 1), low, high) for row in range(batch) for low, high in spans]
 
 
 def _replace(package: str, name: str, value: Any) -> None:

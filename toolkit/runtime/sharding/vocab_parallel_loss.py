@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from toolkit.recipe.sections import Model
+from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.loss import count_matches
 from toolkit.runtime.models.micro_batch import IGNORE
@@ -80,7 +81,9 @@ def follows_head(section: Model) -> bool:
         return False
     try:
         config = tiny_config(load_config(section))
-        model = build_model(Model(config=config, init="scratch", precision="fp32", attention=section.attention), 0)
+        model = build_model(
+            Model(config=config, init="scratch", precision="fp32", attention=without_gpu(section.attention)), 0
+        )
         made: list[torch.Tensor] = []
         model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: made.append(output))
         logits = model(input_ids=torch.ones((1, 8), dtype=torch.long), use_cache=False).logits
