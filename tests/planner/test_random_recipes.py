@@ -58,6 +58,7 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     if nodes % 2 == 0 and draw(st.booleans()):
         cluster |= {"sites": 2, "site_gbps": draw(st.sampled_from([0.001, 1, 100]))}
     train: dict[str, Any] = {"global_batch": draw(st.one_of(st.integers(1, 5000), st.sampled_from([735134400, 2**31])))}
+    train["steps"] = draw(st.sampled_from([1, 1000]))
     train["optimizer"] = draw(st.sampled_from(["adamw", "adamw", "sgd", "lion", "lamb"]))
     strategy: dict[str, Any] = {}
     for axis, values in {"tp": [1, 2, 8], "pp": [1, 2, 5], "zero_stage": [0, 1, 2, 3], "micro_batch": [1, 3]}.items():
@@ -69,6 +70,10 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
     }  # fmt: skip
 
 
+PLANNED: list[bool] = []
+"""For every recipe that was tried: whether it was planned, or refused as bad input."""
+
+
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
@@ -78,7 +83,9 @@ def test_random_recipes(recipe: dict[str, Any]) -> None:
     try:
         resolved = resolve(make_recipe(recipe))
     except ToolkitError:  # bad input, with a message
+        PLANNED.append(False)
         return
+    PLANNED.append(resolved.decision.chosen is not None)
     shown = {**resolved.decision.to_json(top=5), "notes": plan_notes(resolved)}
     advise(resolved.recipe, resolved.job, resolved.decision)
     json.dumps(shown, allow_nan=False)
@@ -91,3 +98,8 @@ def test_random_recipes(recipe: dict[str, Any]) -> None:
         assert fixed or estimate.memory.total <= estimate.memory_limit_bytes - estimate.memory_margin_bytes
         low, high = estimate.step_seconds
         assert low < estimate.time.total < high
+
+
+def test_enough_of_them_were_planned() -> None:
+    """Recipes that are all refused would prove nothing."""
+    assert sum(PLANNED) >= len(PLANNED) / 8 > 0

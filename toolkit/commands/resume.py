@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit.commands.common import add_launch_arguments, add_overrides, positive, read_launch_options
+from toolkit.commands.common import add_overrides, positive
+from toolkit.commands.launch_arguments import add_launch_arguments, read_launch_options
 from toolkit.reports.tables import plain, show_decision
 from toolkit.sessions.prepare import Consent, prepare_resume, previous_num_devices
 from toolkit.sessions.start import start

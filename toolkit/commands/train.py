@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from toolkit.commands.common import add_launch_arguments, add_recipe_arguments, read_launch_options, read_recipe
+from toolkit.commands.common import add_recipe_arguments, read_recipe
+from toolkit.commands.launch_arguments import add_launch_arguments, read_launch_options
 from toolkit.launching import launchers
 from toolkit.recipe.file import dump_recipe
 from toolkit.reports.tables import plain, show_decision, show_notes

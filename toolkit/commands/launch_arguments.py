@@ -1,0 +1,77 @@
+"""Arguments of commands that start a run: launcher, hosts, restarts and islands.
+
+Apart from `common`, because planning needs none of what they import, and must start at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from toolkit.errors import BadInput
+from toolkit.launching import launchers
+from toolkit.launching.hostfile import Host, read_hostfile
+from toolkit.run_dir.async_islands import parse_address
+from toolkit.sessions.hosts import IslandOptions, LaunchOptions
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `LaunchOptions`: launcher, hosts, restarts and islands."""
+    parser.add_argument(
+        "--launcher",
+        choices=launchers.LAUNCHERS,
+        default="local",
+        help="what starts the workers (default: local, toolkit itself)",
+    )
+    parser.add_argument(
+        "--hostfile", type=Path, metavar="F", help="train on these hosts over ssh; one line `NAME slots=N` per host"
+    )
+    parser.add_argument(
+        "--include", default="", metavar="HOSTS", help="use only these hosts of the hostfile: HOST@HOST:SLOT,SLOT"
+    )
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="use all hosts of the hostfile except these")
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="when a rank fails, restart from the last checkpoint, at most N times; after a second failure without "
+        "progress, with fewer processes (default 0)",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        "--mailbox",
+        metavar="HOST:PORT",
+        help="with train.outer.mode=async: address of `toolkit rendezvous` (--mailbox is the old name)",
+    )
+    parser.add_argument(
+        "--island", type=int, metavar="K", help="start only this island, counted from 0; needs --rendezvous"
+    )
+
+
+def read_launch_options(args: argparse.Namespace, *, resuming: bool = False) -> LaunchOptions:
+    """Read `LaunchOptions` from the arguments."""
+    if (args.rendezvous is None) != (args.island is None):
+        what = "--island and --rendezvous go together: which island this is, and where it meets the others"
+        raise BadInput("--island", what)
+    address = None if args.rendezvous is None else parse_address(args.rendezvous)
+    return LaunchOptions(
+        launcher=args.launcher,
+        hosts=_read_hosts(args),
+        max_restarts=args.max_restarts,
+        resuming=resuming,
+        islands=IslandOptions(address, args.island),
+    )
+
+
+def _read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:
+    """Read the hosts to train on; empty: this host."""
+    if args.hostfile is None:
+        given = [option for option in ("include", "exclude") if getattr(args, option)]
+        if given:
+            raise BadInput(f"--{given[0]}", "selects hosts of a hostfile; give --hostfile, too")
+        return ()
+    if args.nproc is not None:
+        what = "can't be combined with --hostfile, whose slots determine the number of processes; use --include"
+        raise BadInput("--nproc", what)
+    return read_hostfile(args.hostfile, args.include, args.exclude)
