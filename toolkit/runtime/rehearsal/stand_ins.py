@@ -13,8 +13,8 @@ import torch.distributed as td
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.models import attention
-from toolkit.runtime.models.build import load_config, skeleton
+from toolkit.runtime.models import head_loss
+from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.report import RehearsalSpec
@@ -69,9 +69,11 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     if spec.plan.tp > 1:  # its verdict comes from the autograd graph of a tiny model with real tensors
         verdict = follows_head(spec.model)
         _replace("toolkit.runtime", "follows_head", lambda section: verdict)
-    attention.why_not(load_config(spec.model), spec.model.task)  # a trial with real tensors, remembered
     if spec.backend != "cpu":
         _replace("toolkit.runtime", "_on_recent_gpu", lambda: "V100" not in spec.device_name)
+    skeleton(spec.model)  # the trial of its attention needs real tensors, and is remembered
+    reason = head_loss.why_not(spec.model)
+    head_loss.why_not = lambda section: reason
     fake_device.patch_fake_tensors()
     kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
     for package in ("torch.nn.functional", "toolkit.runtime"):
