@@ -186,7 +186,8 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
     unfakeable = {
         "NVMe offload (strategy.offload)": plan.offload.startswith("nvme"),
         "bitsandbytes' 4-bit kernels (model.lora.quantize)": lora is not None and lora.quantize == "4bit",
-        "the CUDA operator of flash_attention_2 (model.attention)": recipe.model.attention == "flash_attention_2",
+        f"the CUDA operator of {recipe.model.attention} (model.attention)": recipe.model.attention
+        in ("flash_attention_2", "flash_attention_3", "flex"),
         "ZeRO++'s quantisation kernels (strategy.zero_quantized)": plan.zero_quantized != "none",
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,

@@ -13,13 +13,14 @@ import torch.distributed as td
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.models import head_loss
+from toolkit.runtime.models import attention, head_loss
 from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.report import RehearsalSpec
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
+_TRIED = attention._tried
 META_NUMBERS = 256
 """Size of DeepSpeed 0.19.8's message with shapes (`TENSOR_META_SIZE`)."""
 WRAPPERS = ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer", "pipe.engine")
@@ -28,6 +29,8 @@ WRAPPERS = ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2", "zero.muon.mu
 
 def prepare(spec: RehearsalSpec) -> None:
     """Register the device and import everything, before ranks are forked."""
+    # A backward pass here would start autograd's threads, and those do not survive a fork: ranks make the trial.
+    attention._tried = lambda config, task: ""  # type: ignore[assignment]
     if spec.backend != "cpu":
         fake_device.install(spec.device_memory_bytes, spec.device_name)
     process_group.skip_inference_build()
@@ -71,6 +74,7 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
         _replace("toolkit.runtime", "follows_head", lambda section: verdict)
     if spec.backend != "cpu":
         _replace("toolkit.runtime", "_on_recent_gpu", lambda: "V100" not in spec.device_name)
+    attention._tried = _TRIED
     skeleton(spec.model)  # the trial of its attention needs real tensors, and is remembered
     reason = head_loss.why_not(spec.model)
     head_loss.why_not = lambda section: reason
