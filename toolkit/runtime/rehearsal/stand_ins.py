@@ -13,10 +13,11 @@ import torch.distributed as td
 from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.process_group import World
+from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
-from toolkit.runtime.rehearsal.report import RehearsalSpec
+from toolkit.runtime.rehearsal.report import HeadTrials, RehearsalSpec
 from toolkit.runtime.sharding.ulysses import DocumentSpan
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
@@ -33,6 +34,15 @@ def prepare(spec: RehearsalSpec) -> None:
     process_group.skip_inference_build()
     for module in WRAPPERS:
         importlib.import_module(f"deepspeed.runtime.{module}")
+
+
+def head_trials(model: Model) -> HeadTrials:
+    """Try on a tiny model whether the head can compute the loss.
+
+    The trials compare numbers, which fake tensors do not have: there they would fail, and a run with complete logits
+    would be rehearsed. Call in a process that is not forked afterwards: autograd's threads do not survive a fork.
+    """
+    return HeadTrials(reason=head_loss.why_not(model), follows=follows_head(model))
 
 
 class EmptyWeights:
@@ -66,9 +76,9 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
 
     `heard`: shapes that the previous stage sent; `said`: what this one sends. docs/rehearsal.md has the list.
     """
-    if spec.plan.tp > 1:  # its verdict comes from the autograd graph of a tiny model with real tensors
-        verdict = follows_head(spec.model)
-        _replace("toolkit.runtime", "follows_head", lambda section: verdict)
+    assert spec.head is not None, "trials with real numbers come first"
+    _replace("toolkit.runtime", "follows_head", lambda section: spec.head.follows)
+    _replace("toolkit.runtime.models.head_loss", "why_not", lambda section: spec.head.reason)
     fake_device.patch_fake_tensors()
     kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
     for package in ("torch.nn.functional", "toolkit.runtime"):
