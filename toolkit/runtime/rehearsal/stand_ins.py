@@ -17,12 +17,15 @@ from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
+from toolkit.runtime.rehearsal.ledger import Ledger
 from toolkit.runtime.rehearsal.report import HeadTrials, RehearsalSpec
 from toolkit.runtime.sharding.ulysses import DocumentSpan
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
 META_NUMBERS = 256
 """Size of DeepSpeed 0.19.8's message with shapes (`TENSOR_META_SIZE`)."""
+RUN_BLOCKS = 3
+"""Blocks of the vocabulary that a rehearsed loss runs."""
 WRAPPERS = ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer", "pipe.engine")
 """Modules of DeepSpeed that are imported before ranks are forked."""
 
@@ -91,6 +94,28 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     _objects(world.size)
     _groups(world.rank)
     _stage_shapes(heard, said)
+
+
+def shorten_loss(ledger: Ledger) -> None:
+    """Of many blocks of the vocabulary run the first two and the last: all take the same bytes.
+
+    FLOPs of the others are counted as those of the second one.
+    """
+    every = head_loss._columns
+
+    def columns(weight: torch.Tensor, rows: int) -> Iterator[tuple[int, int]]:
+        blocks = list(every(weight, rows))
+        if len(blocks) <= RUN_BLOCKS:
+            yield from blocks
+            return
+        yield blocks[0]
+        before = ledger.flops
+        yield blocks[1]
+        ledger.add_flops((ledger.flops - before) * (len(blocks) - RUN_BLOCKS))
+        yield blocks[-1]
+
+    module: Any = head_loss
+    module._columns = columns
 
 
 def _two_documents(positions: torch.Tensor | None, batch: int, length: int) -> list[DocumentSpan]:
