@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 from toolkit.plans import deepspeed_rules
@@ -77,8 +79,34 @@ def plans(strategy: str, job: Job, space: Space) -> Iterator[Proposal]:
 
 def divisors(number: int) -> list[int]:
     """All divisors, in ascending order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
+
+
+DENSE = 16
+"""Every micro-batch up to this one is tried."""
+SPARSE = 1.4
+"""Beyond it, a micro-batch is tried only if it is this many times the one before: they hardly differ in speed."""
+LARGEST = 65536
+"""Largest micro-batch that is tried unless the recipe fixes one."""
+
+
+def micro_batches(share: int, fixed: Mapping[str, Any]) -> list[int]:
+    """Micro-batches to try for `share` sequences per replica; few, however many divisors there are."""
+    if "grad_accum" in fixed and share % fixed["grad_accum"] == 0:
+        return [share // fixed["grad_accum"]]
+    if "micro_batch" in fixed:
+        return [fixed["micro_batch"]] if share % fixed["micro_batch"] == 0 else []
+    return _usual_micro_batches(share)
+
+
+@lru_cache(maxsize=1024)
+def _usual_micro_batches(share: int) -> list[int]:
+    kept: list[int] = []
+    for size in divisors(share):
+        if size <= DENSE or LARGEST >= size >= SPARSE * kept[-1]:
+            kept.append(size)
+    return kept
 
 
 def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any]] | Refusal:
@@ -107,7 +135,7 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
         yield Refusal(strategy, reason)
         return
     share = job.workload.global_batch // (dp * islands)
-    for micro_batch, group in itertools.product(divisors(share), _groups(job, dp, axes)):
+    for micro_batch, group in itertools.product(micro_batches(share, job.fixed), _groups(job, dp, axes)):
         batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
         if any(job.fixed.get(name, value) != value for name, value in batches.items()):
             continue

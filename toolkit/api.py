@@ -24,6 +24,7 @@ from toolkit.reports.tables import show_decision
 from toolkit.resources import find_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.layout import RunDir, new_run_path, newest
+from toolkit.sessions.advice import advise
 from toolkit.sessions.hosts import LaunchOptions
 from toolkit.sessions.parity import compare, parity_json, reference
 from toolkit.sessions.preflight import check
@@ -57,6 +58,11 @@ class Planned:
     def to_json(self) -> dict[str, Any]:
         """Return what `toolkit plan --json` prints."""
         return self.resolved.decision.to_json()
+
+    def advice(self) -> str:
+        """Return the single change that would help most, in words; empty if nothing helps."""
+        resolved = self.resolved
+        return str(advise(resolved.recipe, resolved.job, resolved.decision) or "")
 
     def write_html(self, path: str | Path) -> None:
         """Write the page of `toolkit plan --html`: all plans with memory, time and refusals."""

@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "parity": "train a recipe under each strategy and compare losses and gradient norms with one process",
     "coverage": "train tiny models of every type under each strategy and compare them with one process",
     "scale": "predict how a recipe scales with the number of devices, by strategy",
+    "compare": "plan a recipe on several clusters: the best plan on each, with speed, cost and energy",
     "validate": "compare the cost model's predictions with measurements in a CSV file",
     "probe": "measure this machine (matmul, memory, collectives) and write a cluster file",
     "rendezvous": "serve the store through which asynchronous islands of several sites exchange updates",

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,54 @@ def test_problems_of_the_recipe(
     assert words in message
     assert got == code
     assert not (tmp_path / "runs").exists(), "something was started"
+
+
+LLAMA = ("plan", "demo", "model={path: llama-3-8b}", "data={seq_len: 2048}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("train.global_batch=1000000000000000000",), "at most 2,147,483,648 is allowed"),
+        (("cluster={device: L40S, nodes: 1000000000000000000000000000000}",), "at most 1,048,576 is allowed"),
+        (("cluster={device: L40S, nodes: 1e30}",), "nodes: '1e30' given; a whole number is required"),
+        (("cluster={device: L40S, nodes: 1000000, devices_per_node: 1000}",), "1,000,000,000 devices given; at most"),
+        (("cluster={device: L40S, matmul_tflops: 1.0e+300}",), "at most 1e+06 is allowed"),
+        (("cluster={device: L40S, memory_gib: 1.0e-9}",), "at least 0.001 is required"),
+        (("cluster={device: L40S, memory_margin: 0.9}",), "memory_margin: 0.9 given; at most 0.5 is allowed"),
+        (("cluster=dgx-h100", "--top", "0"), "at least 1 is required"),
+        (("cluster=dgx-h100", "--top", "-1"), "at least 1 is required"),
+        (("cluster=dgx-h100", "--html", "/no/such/directory/page.html"), "can't be written: no such directory"),
+        (("cluster=dgx-h100", "--html", "/"), "can't be written: is a directory"),
+        (("cluster=dgx-h100", "--html", "/dev/full"), "can't be written: no space left"),
+        (("model={path: /dev/zero}",), "a device or a pipe"),
+    ],
+)
+def test_bad_inputs_of_plan_end_at_once(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str) -> None:
+    started = time.process_time()
+    try:
+        code, message = failing(capsys, *LLAMA, *argv)
+    except SystemExit as parser:  # argparse ends by itself
+        code, message = int(parser.code or 0), capsys.readouterr().err
+    assert code == 2
+    assert words in message
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize("devices", ["1..1000000000000000", "0..8", ",".join(str(n) for n in range(1, 100)), "9e99"])
+def test_curves_of_too_many_devices_are_refused(capsys: pytest.CaptureFixture[str], devices: str) -> None:
+    code, message = failing(capsys, "scale", "demo", "cluster=dgx-h100", "--devices", devices)
+    assert code == 2
+    assert "--devices" in message
+
+
+@pytest.mark.parametrize("batch", [735134400, 2**31, 1999999973])
+def test_any_batch_is_planned_within_a_second(capsys: pytest.CaptureFixture[str], batch: int) -> None:
+    """735,134,400 has 1,344 divisors; the third is a prime number."""
+    started = time.process_time()
+    code = main([*LLAMA, "cluster=dgx-h100", f"train.global_batch={batch}"])
+    assert code in (0, 3)
+    assert time.process_time() - started < 1
 
 
 def test_a_batch_that_can_not_be_split(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +221,7 @@ def test_dry_run_starts_nothing(recipe: Path, tmp_path: Path, capsys: pytest.Cap
 def test_plan_json_follows_the_contract(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(recipe), "--nproc", "2", "--json"]) == 0
     decision = json.loads(capsys.readouterr().out)
-    assert decision.keys() == {"chosen", "ranked", "refused", "considered", "notes"}
+    assert decision.keys() == {"chosen", "ranked", "refused", "considered", "notes", "advice"}
     plan = decision["chosen"]
     axes = {"strategy", "dp", "tp", "pp", "sp", "ep", "zero_stage", "zero_group", "offload", "micro_batch", "grad_accum", "recompute", "precision", "islands", "local_steps"}  # noqa: E501  # fmt: skip
     assert axes | {"fits", "memory", "time", "tokens_per_second", "mfu"} <= plan.keys()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from toolkit.clusters.devices import find_device, nearest_names
-from toolkit.cost.published import REQUIRED, PublishedRow, execution_of, read_rows, recompute_of
+from toolkit.cost.published import execution_of, recompute_of
+from toolkit.cost.published_rows import REQUIRED, PublishedRow, read_rows
 from toolkit.cost.software import software_of
 from toolkit.cost.validation import regret, spearman, validate
 from toolkit.errors import BadInput
@@ -82,11 +83,16 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         validate(tmp_path / "none.csv")
 
 
-def test_an_empty_table_has_no_errors(tmp_path: Path) -> None:
+def test_an_empty_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.csv"
     path.write_text(",".join(REQUIRED) + "\n")
-    empty = validate(path)
-    assert (empty["rows"], empty["scored"], empty["step_time"]["mape"]) == (0, 0, None)
+    with pytest.raises(BadInput, match="no rows"):
+        validate(path)
+
+
+def test_a_device_is_not_read() -> None:
+    with pytest.raises(BadInput, match="a CSV file is required"):
+        validate(Path("/dev/zero"))
 
 
 def test_unknown_devices_are_counted_with_the_reason(tmp_path: Path, rows: list[dict[str, str]]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import BadInput
-from toolkit.models.spec import LARGEST_BYTES, load_model_config
+from toolkit.models.spec import LARGEST_BYTES, load_model_config, read_model_config
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -40,6 +42,7 @@ def test_hub_ids_are_unique() -> None:
 def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr("toolkit.models.spec._reachable", lambda endpoint: True)
     assert load_model_config("someone/some-model", models_dir=MODELS) == {"model_type": "gpt2"}
 
 
@@ -48,6 +51,7 @@ def test_hub_failure_says_what_was_tried_and_what_works(monkeypatch: pytest.Monk
         raise ConnectionError("no route to host\nsecond line")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    monkeypatch.setattr("toolkit.models.spec._reachable", lambda endpoint: True)
     text = message("someone/some-model")
     assert "\n" not in text
     for part in ("someone/some-model", "configs/models", "hub", "no route to host", "local directory", "model.config"):
@@ -79,3 +83,37 @@ def test_directory_without_config_and_missing_file(tmp_path: Path) -> None:
 def test_file_that_is_too_large(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b" " * (LARGEST_BYTES + 1))
     assert "larger than" in message(str(tmp_path))
+
+
+def test_a_hub_that_can_not_be_reached_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub retries for 25 seconds; nothing listens on this port."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    started = time.perf_counter()
+    assert "can't be reached" in message("someone/some-model")
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.slow
+def test_types_outside_the_table_are_counted_on_the_meta_device_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = {
+        "model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 128, "state_size": 8,
+        "intermediate_size": 128,
+    }  # fmt: skip
+    spec = read_model_config(config)
+    assert "counting the parameters of mamba" in capsys.readouterr().err
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    assert spec.params == sum(parameter.numel() for parameter in built.parameters())
+    assert (spec.layers, spec.hidden, len(spec.layer_params)) == (3, 64, 3)
+    monkeypatch.setattr("subprocess.run", lambda *args, **kwargs: pytest.fail("it is cached"))
+    assert read_model_config(config) == spec
+
+
+def test_a_type_that_can_not_be_built_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("toolkit.models.meta_spec.COUNTER", "no.such.module")
+    with pytest.raises(BadInput, match="could not build it from this config"):
+        read_model_config({"model_type": "mamba"})

@@ -80,7 +80,7 @@ def test_a_misfit_names_its_parts_and_what_would_fit() -> None:
     decision = decide(work, DataParallel().propose(work))
     reason = decision.refused[-1].reason
     assert reason.startswith("needs ")
-    assert "of 79.2 GiB: optimizer states 75.3" in reason
+    assert "of 76.0 GiB (79.2 less a margin of 4%): optimizer states 75.3" in reason
     assert reason.endswith("; ZeRO 1 would fit")
 
 
@@ -104,7 +104,7 @@ def test_objectives_order_by_what_they_say(objective: str) -> None:
     work = job()
     ranked = decide(work, proposals(work), objective).ranked
     values = [OBJECTIVES[objective](option) for option in ranked]
-    assert all(b >= a - 1.01 * TIE * abs(a) for a, b in itertools.pairwise(values))
+    assert all(b >= a - 1.05 * TIE * abs(a) for a, b in itertools.pairwise(values))
 
 
 def test_an_unknown_objective_is_refused() -> None:

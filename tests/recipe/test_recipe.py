@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ def test_overrides_are_yaml_and_make_sections() -> None:
         ("\x00\x01", "not usable as YAML"),
         ("a: &a [x]\nb: [" + "*a, " * 200 + "]", "aliases"),
         ("[" * 3000, "not usable as YAML"),
+        ("a: &a {b: *a}", "contains itself"),
+        ("&a [*a]", "contains itself"),
+        (
+            "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * 9}]}}\n" for i in range(1, 11)),
+            "more than 200,000 values",
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, words: str) -> None:
@@ -117,6 +124,15 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(BadInput, match="can't be read"):
         load_recipe(tmp_path)
+
+
+def test_devices_and_pipes_are_not_read(tmp_path: Path) -> None:
+    """Reading them would never end."""
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    for path in (Path("/dev/zero"), pipe):
+        with pytest.raises(BadInput, match="a file is required"):
+            load_recipe(path)
 
 
 def test_what_is_written_reads_back_the_same(tmp_path: Path) -> None:

@@ -95,3 +95,28 @@ def test_scaling_curves_are_drawn(tmp_path: Path) -> None:
     assert shown.count("<polyline") == 2
     assert "passes the critical batch of 100 sequences" in shown
     assert shown.count("<circle") == 6
+
+
+PHONE = "<style>html, body { width:390px }</style></head>"
+"""Makes a page as narrow as a phone, whatever the browser's smallest window is."""
+
+
+def test_pictures_fit_a_phone_with_labels_of_full_size(page: str, tmp_path: Path) -> None:
+    shown = dom(page.replace("</head>", PHONE), "pick(0)", tmp_path)
+    widths = [float(width) for width in re.findall(r'<svg width="([\d.]+)"', shown)]
+    assert widths
+    assert max(widths) <= 390
+    assert "viewBox" not in shown, "a scaled picture shrinks its labels"
+    assert 'data-part="margin"' in shown
+
+
+def test_scaling_has_round_ticks_and_fits_a_phone(tmp_path: Path) -> None:
+    result = scaling(WORK, [8, 16, 32], {"zero": Zero().propose})
+    page = fill("scale.html", {**result, "title": "curve"}).replace("</head>", PHONE)
+    shown = dom(page, "", tmp_path)
+    labels = re.findall(r'text-anchor="end">([^<]*)<', shown)
+    rates = [label for label in labels if "%" not in label]
+    assert rates
+    assert all(re.fullmatch(r"[125]0*([.,]\d+)*( M)?", label.replace(",", "")) for label in rates), rates
+    assert {"0%", "50%", "100%"} <= set(labels) or {"0%", "25%"} <= set(labels)
+    assert max(float(width) for width in re.findall(r'<svg width="([\d.]+)"', shown)) <= 390

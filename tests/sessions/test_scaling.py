@@ -34,9 +34,11 @@ def test_bad_ranges_are_refused(text: str) -> None:
         parse_devices(text)
 
 
-def test_efficiency_is_relative_to_the_first_that_fits() -> None:
+def test_efficiency_is_relative_to_the_best_and_never_above_one() -> None:
     points = [Point(4, 4, None, "no room"), point(8, 100), point(16, 180), point(32, 240)]
     assert efficiencies(points) == pytest.approx([0, 1, 0.9, 0.6])
+    offloaded_first = [point(8, 50), point(16, 200), point(32, 320)]
+    assert efficiencies(offloaded_first) == pytest.approx([0.5, 1, 0.8])
 
 
 def test_returns_diminish_where_a_doubling_brings_less_than_half() -> None:
@@ -62,7 +64,8 @@ def test_a_real_curve_loses_efficiency_under_strong_scaling() -> None:
     work = job(LLAMA_2_7B, global_batch=64)
     points = curve(work, [8, 16, 64, 128], lambda grown: Zero().propose(grown), weak=False)
     rates = efficiencies(points)
-    assert rates[0] == 1
+    assert rates[0] > 0.95
+    assert max(rates) == 1
     assert rates[2] < 0.95
     assert points[3].option is None
     assert "global batch 64 can't be split over 128" in points[3].reason

@@ -37,6 +37,10 @@ class Cluster:
     """Bandwidth between two sites in one direction, shared by all devices of a site."""
     site_latency_seconds: float = 0.03
     """Start-up time of one collective across sites."""
+    memory_margin: float = 0.04
+    """Share of a device's memory that plans leave free."""
+    price_per_device_hour: float = 0.0
+    """US dollars per device and hour; 0: unknown."""
     sharers: float = 1.0
     """Processes per core, where the device is a CPU: while one waits, the others use its core."""
 

@@ -16,7 +16,7 @@ class Device:
     name: str
     """Name as in recipes and cluster files, e.g. `H100-SXM5-80GB`."""
     backend: str
-    """`cuda`, `rocm` or `cpu`."""
+    """`cuda`, `rocm`, `hpu` or `cpu`."""
     memory_bytes: int
     """Memory of one device."""
     peak_flops: float
@@ -37,8 +37,14 @@ class Device:
     """Units that a matmul's tiles are spread over."""
     watts: float = 0.0
     """Power limit; 0: unknown, so the measured rate is used as it is."""
+    board_watts: float = 0.0
+    """Power of the board under load, for energy; 0: unknown."""
+    power_cap: float = 1.0
+    """Power limit set by the operator, relative to `watts`."""
     in_switch_reduction: bool = False
     """Whether the switch inside a node performs reductions (NVLS)."""
+    flash_attention: bool = True
+    """Whether FlashAttention 2 and bf16 tensor cores exist for it: since Ampere, not on V100 and T4."""
     link_domain: int = 8
     """Number of devices connected by the fast links: a node, or a rack (NVL72)."""
 
@@ -59,8 +65,10 @@ class _DataSheet:
     _: KW_ONLY
     units: int
     watts: float = 0.0
+    board_watts: float = 0.0
     backend: str = "cuda"
     nvls: bool = False
+    bf16: bool = True
     domain: int = 8
 
     def device(self) -> Device:
@@ -78,7 +86,9 @@ class _DataSheet:
             fp8_matmul_flops=self.fp8_matmul_tflops * TERA,
             multiprocessors=self.units,
             watts=self.watts,
+            board_watts=self.board_watts or self.watts,
             in_switch_reduction=self.nvls,
+            flash_attention=self.bf16,
             link_domain=self.domain,
         )
 
@@ -87,18 +97,24 @@ class _DataSheet:
 # link to the host (GB/s), network (Gbit/s), best measured fp8 matmul (TFLOP/s).
 # Sources: vendors' data sheets (peaks, memory, links, watts, multiprocessors); stas00/ml-engineering (measured matmul
 # rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak is used. AMD's measured
-# rates already include the effect of the power limit, so these rows give no watts: it would count twice.
+# rates already include the effect of the power limit, so these rows give no watts: it would count twice. GeForce cards
+# have no direct access to each other over PCIe: their traffic goes through host memory, at half the rate.
 DEVICES: dict[str, Device] = {
     row.name: row.device()
     for row in (
-        _DataSheet("V100-SXM2-16GB", 125, 100, 16, 0.9, 150, 12, 100, units=80, watts=300),
-        _DataSheet("V100-SXM2-32GB", 125, 100, 32, 0.9, 150, 12, 100, units=80, watts=300),
+        _DataSheet("T4", 65, 40, 16, 0.32, 12, 12, 25, units=40, watts=70, bf16=False),
+        _DataSheet("V100-SXM2-16GB", 125, 100, 16, 0.9, 150, 12, 100, units=80, watts=300, bf16=False),
+        _DataSheet("V100-SXM2-32GB", 125, 100, 32, 0.9, 150, 12, 100, units=80, watts=300, bf16=False),
         _DataSheet("A100-SXM4-40GB", 312, 271.2, 40, 1.555, 300, 25, 200, units=108, watts=400),
         _DataSheet("A100-SXM4-80GB", 312, 271.2, 80, 2.0, 300, 25, 200, units=108, watts=400),
         _DataSheet("A100-PCIe-80GB", 312, 252.9, 80, 1.94, 31, 25, 100, units=108, watts=300),
         _DataSheet("A800-SXM4-80GB", 312, 271.2, 80, 2.0, 200, 25, 200, units=108, watts=400),
+        _DataSheet("A10G", 70, 56, 24, 0.6, 25, 25, 25, units=80, watts=300),
+        _DataSheet("A6000", 155, 124, 48, 0.768, 25, 25, 50, units=84, watts=300),
         _DataSheet("H100-SXM5-80GB", 989, 794.5, 80, 3.35, 450, 50, 400, 1402.6, units=132, watts=700, nvls=True),
         _DataSheet("H100-PCIe-80GB", 756, 600, 80, 2.0, 300, 50, 200, 1070, units=114, watts=350),
+        _DataSheet("H800-SXM5-80GB", 989, 794.5, 80, 3.35, 200, 50, 400, 1402.6, units=132, watts=700, nvls=True),
+        _DataSheet("H20-SXM", 148, 144, 96, 4.0, 450, 50, 400, 270, units=78, watts=400, nvls=True),
         _DataSheet("H200-SXM", 989, 794.5, 141, 4.8, 450, 50, 400, 1453.4, units=132, watts=700, nvls=True),
         _DataSheet("GH200-SXM", 989, 828.6, 141, 4.8, 450, 300, 400, 1535.0, units=132, watts=900, nvls=True),
         _DataSheet("B200-SXM", 2250, 1745.0, 180, 8.0, 900, 50, 400, 3432.5, units=148, watts=1000, nvls=True),
@@ -107,13 +123,34 @@ DEVICES: dict[str, Device] = {
         _DataSheet("GB300", 2500, 1822.0, 288, 8.0, 900, 300, 800, 3615.6, units=148, watts=1400, nvls=True, domain=72),
         _DataSheet("L40S", 362, 290, 48, 0.86, 31, 25, 100, 580, units=142, watts=350),
         _DataSheet("L4", 121, 97, 24, 0.30, 31, 25, 50, 190, units=58, watts=72),
-        _DataSheet("RTX-4090", 165, 140, 24, 1.01, 31, 25, 25, 280, units=128, watts=450),
-        _DataSheet("MI250X", 383, 300, 128, 3.28, 350, 25, 100, units=220, backend="rocm"),
-        _DataSheet("MI300X", 1300, 668.4, 192, 5.3, 448, 50, 400, 1300, units=304, backend="rocm"),
-        _DataSheet("MI325X", 1300, 784.9, 256, 6.0, 448, 50, 400, 1500, units=304, backend="rocm"),
-        _DataSheet("MI355X", 2500, 1565.0, 288, 8.0, 535.5, 50, 400, 3000, units=256, backend="rocm"),
+        _DataSheet("RTX-3090", 71, 60, 24, 0.936, 12, 25, 25, units=82, watts=350),
+        _DataSheet("RTX-4090", 165, 140, 24, 1.01, 12, 25, 25, 280, units=128, watts=450),
+        _DataSheet("RTX-5090", 209, 177, 32, 1.79, 25, 50, 25, 350, units=170, watts=575),
+        _DataSheet("RTX-6000-Ada", 364, 290, 48, 0.96, 25, 25, 50, 580, units=142, watts=300),
+        _DataSheet("RTX-PRO-6000", 504, 400, 96, 1.79, 50, 50, 100, 800, units=188, watts=600),
+        _DataSheet("MI250X", 383, 300, 128, 3.28, 350, 25, 100, units=220, board_watts=560, backend="rocm"),
+        _DataSheet("MI300X", 1300, 668.4, 192, 5.3, 448, 50, 400, 1300, units=304, board_watts=750, backend="rocm"),
+        _DataSheet("MI325X", 1300, 784.9, 256, 6.0, 448, 50, 400, 1500, units=304, board_watts=1000, backend="rocm"),
+        _DataSheet("MI355X", 2500, 1565.0, 288, 8.0, 535.5, 50, 400, 3000, units=256, board_watts=1400, backend="rocm"),
+        _DataSheet("Gaudi2", 432, 400, 96, 2.45, 262, 25, 37.5, 690, units=2, watts=600, backend="hpu"),
+        _DataSheet("Gaudi3", 1835, 1468, 128, 3.7, 525, 50, 75, 1468, units=8, watts=900, backend="hpu"),
     )
 }
+
+
+PRICES_DATE = "2025-06"
+"""Month of the list prices below: prices change, so they are used only where a recipe asks for them."""
+LIST_PRICES: dict[str, tuple[float, str]] = {
+    "T4": (0.53, "AWS g4dn"), "V100-SXM2-16GB": (3.06, "AWS p3"), "V100-SXM2-32GB": (3.90, "AWS p3dn"),
+    "A10G": (1.21, "AWS g5"), "L4": (0.80, "AWS g6"), "L40S": (1.86, "AWS g6e"), "A6000": (0.80, "Lambda"),
+    "A100-SXM4-40GB": (2.75, "AWS p4d"), "A100-SXM4-80GB": (3.43, "AWS p4de"), "A100-PCIe-80GB": (3.67, "Azure NC"),
+    "H100-PCIe-80GB": (2.49, "Lambda"), "H100-SXM5-80GB": (2.99, "Lambda"), "H200-SXM": (7.91, "AWS p5en"),
+    "GH200-SXM": (1.49, "Lambda"), "B200-SXM": (14.24, "AWS p6-b200"), "MI300X": (6.00, "Azure ND MI300X"),
+    "RTX-4090": (0.69, "RunPod"), "RTX-3090": (0.43, "RunPod"),
+}  # fmt: skip
+"""US dollars per device and hour on demand, with the provider, as of `PRICES_DATE`."""
+TPU = "TPUs are left out: DeepSpeed does not run on them"
+"""Why there is no row for a device that people ask for."""
 
 
 def find_device(name: str, *, memory_gb: float | None = None, hint: str = "") -> Device | None:
@@ -137,7 +174,7 @@ def nearest_names(name: str, count: int = 3) -> list[str]:
 
 
 def _stem(kind: str) -> str:
-    """`A100-SXM4-80GB` → `A100`; `RTX-4090` → `4090`."""
+    """`A100-SXM4-80GB` → `A100`; `RTX-4090` → `4090`; `RTX-PRO-6000` → `PRO`."""
     parts = kind.upper().split("-")
     return parts[1] if parts[0] == "RTX" else parts[0]
 

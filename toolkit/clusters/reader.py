@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.clusters.cluster import Cluster
-from toolkit.clusters.devices import DEVICES, Device, find_device, nearest_names
+from toolkit.clusters.devices import DEVICES, LIST_PRICES, TPU, Device, find_device, nearest_names
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.schema import build
 from toolkit.recipe.sections import ClusterSection
@@ -29,6 +29,11 @@ def read_cluster(given: str | ClusterSection, nproc: int | None = None) -> Clust
     return cluster if nproc is None else _limited(cluster, nproc)
 
 
+def named_section(name: str) -> ClusterSection:
+    """The section of a cluster that a name in configs/clusters or a path refers to."""
+    return section_of(_find(name))
+
+
 def from_file(path: Path) -> Cluster:
     """The cluster of a cluster file."""
     return from_section(section_of(path), name=path.stem, source=str(path))
@@ -45,7 +50,7 @@ def section_of(path: Path) -> ClusterSection:
 
 def from_section(section: ClusterSection, name: str, source: str = "cluster") -> Cluster:
     """The cluster of a recipe section; figures that are not given come from the device kind."""
-    problems = _site_problems(section)
+    problems = [*_size_problems(section), *_site_problems(section)]
     if problems:
         raise BadInput(source, problems)
     device = _measured(
@@ -67,6 +72,8 @@ def from_section(section: ClusterSection, name: str, source: str = "cluster") ->
         if section.inter_latency_us
         else Cluster.inter_latency_seconds,
         sites=section.sites,
+        memory_margin=section.memory_margin,
+        price_per_device_hour=_price(section, device),
         site_bytes_per_second=(section.site_gbps or 0.0) * GBIT,
         site_latency_seconds=section.site_latency_ms * 1e-3,
         sharers=max(1.0, section.devices_per_node / _cores()) if device.backend == "cpu" else 1.0,
@@ -86,10 +93,32 @@ def _measured(section: ClusterSection, device: Device) -> Device:
     return replace(device, **changes)
 
 
+def _price(section: ClusterSection, device: Device) -> float:
+    """Price of a device and hour: as given, from the table of list prices, or 0 (unknown)."""
+    if section.price_per_device_hour != "list":
+        return section.price_per_device_hour or 0.0
+    if device.name not in LIST_PRICES:
+        what = f"list given; no list price is known for {device.name}; give a number"
+        raise BadInput("cluster", [Problem("price_per_device_hour", what)])
+    return LIST_PRICES[device.name][0]
+
+
 def _latency(section: ClusterSection, device: Device) -> float:
     if section.latency_us:
         return section.latency_us * 1e-6
     return CPU_LATENCY_SECONDS if device.backend == "cpu" else Cluster.latency_seconds
+
+
+MOST_DEVICES = 2**20
+"""Devices that are planned for; the largest clusters have about a tenth of it."""
+
+
+def _size_problems(section: ClusterSection) -> list[Problem]:
+    devices = section.nodes * section.devices_per_node
+    if devices <= MOST_DEVICES:
+        return []
+    what = f"{section.nodes:,} × {section.devices_per_node} = {devices:,} devices given; at most {MOST_DEVICES:,}"
+    return [Problem("nodes", what)]
 
 
 def _site_problems(section: ClusterSection) -> list[Problem]:
@@ -178,6 +207,8 @@ def _device(name: str) -> Device:
     """The device kind of exactly that name; raises `BadInput` with similar names otherwise, rather than guess."""
     if name in DEVICES:
         return DEVICES[name]
+    if name.upper().startswith("TPU"):
+        raise BadInput("cluster.device", f"{name!r} given; {TPU}; the known kinds: toolkit strategies --devices")
     meant = find_device(name)
     close = list(dict.fromkeys([*([meant.name] if meant else []), *nearest_names(name)]))
     raise BadInput("cluster.device", f"{name!r} is not a known kind; nearest: {', '.join(close[:3])}; or cpu")

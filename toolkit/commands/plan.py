@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
-from toolkit.commands.common import add_recipe_arguments, read_recipe
+from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.recipe.file import dump_recipe
 from toolkit.reports.plan_page import render
 from toolkit.reports.tables import show_decision, show_notes
+from toolkit.reports.template import check_writable, write_page
+from toolkit.sessions.advice import advise
 from toolkit.sessions.resolve import plan_notes, resolve
 
 
@@ -19,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add_recipe_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the decision as JSON")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="number of plans to show (default 5)")
+    parser.add_argument("--top", type=positive, default=5, metavar="N", help="number of plans to show (default 5)")
     parser.add_argument(
         "--objective", default="throughput", help="what to rank by: throughput (default), time, cost or memory"
     )
@@ -30,15 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan a recipe and print the ranking; raise `NoPlanFits` (exit code 3) if no plan fits."""
+    if args.html:
+        check_writable(args.html)
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
     if args.html:
-        args.html.write_text(render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)), encoding="utf-8")
-    notes = plan_notes(resolved)
+        write_page(args.html, render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)))
+    notes, advice = plan_notes(resolved), advise(resolved.recipe, resolved.job, resolved.decision)
     if args.json:
-        print(json.dumps({**resolved.decision.to_json(), "notes": notes}, indent=1))
+        found = asdict(advice) if advice else None
+        print(json.dumps({**resolved.decision.to_json(), "notes": notes, "advice": found}, indent=1))
     else:
         console = Console()
         show_decision(resolved.decision, console, args.top)
         show_notes(notes, console)
+        if advice:
+            console.print(f"[green]advice[/] {escape(str(advice))}", highlight=False)
     _ = resolved.chosen  # raises if no plan fits
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.errors import BadInput
 from toolkit.plans.job import make_job
 from toolkit.plans.noise_scale import advice
-from toolkit.reports.template import fill
+from toolkit.reports.template import check_writable, fill, write_page
 from toolkit.sessions.scaling import measured_critical_batch, parse_devices, proposers, scaling
 
 
@@ -50,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan for every number of devices and print the curves."""
+    if args.html:
+        check_writable(args.html)
     recipe = read_recipe(args)
     job = make_job(recipe, args.nproc)
     critical: int | None = args.critical_batch or recipe.train.critical_batch
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         result["critical_batch"]["advice"] = advice(critical, recipe.train.global_batch)
     if args.html:
         page = fill("scale.html", {**result, "title": f"{recipe.name} on {job.cluster.device.name}"})
-        args.html.write_text(page, encoding="utf-8")
+        write_page(args.html, page)
     if args.json:
         print(json.dumps(result, indent=1))
     else:
@@ -77,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tokens(text: str) -> float:
     tokens = float(text)
-    if not tokens >= 0:
+    if not 0 <= tokens < math.inf:
         raise BadInput("--tokens", f"{text} given; a positive number is required")
     return tokens
 

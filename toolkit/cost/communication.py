@@ -22,9 +22,12 @@ class Window:
     backward: float
 
 
-def exposed(window: float, comm: float, cal: Calibration) -> float:
-    """Seconds that communication adds to overlapped compute: what exceeds it, and how much it slows compute down."""
-    return max(window, comm) + cal.interference * min(window, comm) - window
+def exposed(window: float, comm: float, cal: Calibration, where: Group | None = None) -> float:
+    """Seconds that communication adds to overlapped compute: what exceeds it, and how much it slows compute down.
+
+    Traffic between nodes moves at a fraction of the memory bandwidth and so slows compute down less."""
+    slowed = cal.interference if where is None or where.nodes == 1 else cal.network_interference
+    return max(window, comm) + slowed * min(window, comm) - window
 
 
 def tensor_seconds(e: Execution, cal: Calibration) -> tuple[float, float]:
@@ -33,9 +36,10 @@ def tensor_seconds(e: Execution, cal: Calibration) -> tuple[float, float]:
         return 0.0, 0.0
     where = group(e.cluster, e.tp, 1)
     size = e.element_bytes * e.slice.tokens * e.model.hidden
-    pair = 2 * gather(size, where, e.cluster, cal)
+    narrow = 0.5 if e.fp8 and e.software.tp_overlap else 1.0  # Transformer Engine gathers in 8 bits
+    pair = gather(size * narrow, where, e.cluster, cal) + gather(size, where, e.cluster, cal)
     one = pair if e.residual_shards else all_reduce(size, where, e.cluster, cal)
-    forward = 2 * one * (cal.tp_exposed if e.software.tp_overlap else 1.0)
+    forward = 2 * one * (min(1.0, 1 / e.tp + cal.tp_exposed) if e.software.tp_overlap else 1.0)
     return forward, forward * (BACKWARD_GATHER if e.residual_shards else 1.0)
 
 
@@ -48,7 +52,8 @@ def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
         keys = 2 * e.element_bytes * tokens * model.kv_heads * model.head_dim / e.tp
         ring = gather(keys * e.cp, where, e.cluster, cal)
         again = 1 + e.recompute.attention
-        total += exposed(cost.forward.attention, ring, cal) * again + exposed(cost.backward.attention, 2 * ring, cal)
+        total += exposed(cost.forward.attention, ring, cal, where) * again
+        total += exposed(cost.backward.attention, 2 * ring, cal, where)
     if e.sp > 1:
         where = group(e.cluster, e.sp, e.tp)
         heads = (2 * model.heads + 2 * max(model.kv_heads, e.sp)) * model.head_dim / e.tp
@@ -61,29 +66,40 @@ def expert_seconds(e: Execution, cal: Calibration) -> float:
     """Sending tokens to their experts and back, in both passes of a layer."""
     if e.ep == 1:
         return 0.0
-    where = group(e.cluster, e.ep, e.tp)
-    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden
-    return 2 * (2 + e.recompute.traffic) * all_to_all(size, where, e.cluster, cal)
+    shared = e.expert_tp or e.tp
+    where = group(e.cluster, e.ep, shared)
+    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden * shared / e.tp
+    once = copies_per_token(e.model.experts_per_token, where) if e.software.dispatch_once else 1.0
+    one = all_to_all(size, where, e.cluster, cal, outside_share=once)
+    return 2 * (2 + e.recompute.traffic) * one * (cal.tp_exposed if e.software.ep_overlap else 1.0)
+
+
+def copies_per_token(visited: int, where: Group) -> float:
+    """Copies of a token that leave the node if each node gets one, relative to one per visited expert elsewhere."""
+    if where.nodes == 1:
+        return 1.0
+    reached = where.nodes * (1 - (1 - 1 / where.nodes) ** visited) * (1 - 1 / where.nodes)
+    return reached / (visited * (1 - 1 / where.nodes))
 
 
 def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibration) -> float:
     """ZeRO 3, per layer and micro-batch: gather in the forward pass, gather and reduce in the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
-    params = e.mean_layer_params / e.tp
+    params = (e.mean_layer_params - expert_params(e) * (1 - 1 / e.ep) / e.model.layers) / e.tp
     messages = e.software.zero_messages
     everyone, shard = _groups(e)
     wide = everyone if e.zero_variant == "hpz" else shard
-    weights = (
-        e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params / e.software.zero_link_share
-    )
-    grads = _grad_bytes(e) * params * e.trained_share / e.software.zero_link_share
-    first = gather(weights, wide, e.cluster, cal, messages)
-    back = gather(weights, shard, e.cluster, cal, messages)
-    back += gather(grads, wide, e.cluster, cal, messages)
+    weights = e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params
+    grads = _grad_bytes(e) * params * e.trained_share
+    copied = COPIED / (e.cluster.device.memory_bytes_per_second * cal.stream) if e.software.zero_copies else 0.0
+    first = gather(weights, wide, e.cluster, cal, messages) + copied * weights
+    back = gather(weights, shard, e.cluster, cal, messages) + copied * weights
+    back += gather(grads, wide, e.cluster, cal, messages) + copied * grads
     if not e.software.dp_overlap:
         return first + back
-    return exposed(forward, first, cal) + exposed(backward, back, cal)
+    edges = (first + back) / e.model.layers  # the first gather and the last reduction have nothing to overlap with
+    return exposed(forward, first, cal, wide) + exposed(backward, back, cal, wide) + edges
 
 
 def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
@@ -93,23 +109,47 @@ def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
 
 
 def stage_params(e: Execution) -> float:
-    """Parameters of the fullest pipeline stage on one tensor-parallel rank."""
+    """Parameters of the fullest pipeline stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
+    elsewhere = expert_params(e) * (1 - 1 / e.ep)
     if e.pp == 1:
-        return e.model_params / e.tp
+        return (e.model_params - elsewhere) / e.tp
     table = max(e.model.embedding_params, e.model.head_params, e.model.vocab * e.model.hidden)
-    return (e.layers_per_stage * e.mean_layer_params + table) / e.tp
+    part = e.layers_per_stage / e.model.layers
+    return (e.layers_per_stage * e.mean_layer_params + table - part * elsewhere) / e.tp
+
+
+def expert_params(e: Execution) -> float:
+    """Parameters of all routed experts of the model."""
+    return e.model.moe_layers * e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
 def pipeline_seconds(e: Execution, cal: Calibration) -> float:
-    """Activations and their gradients between stages, per chunk and micro-batch."""
+    """Activations and their gradients between stages, per chunk and micro-batch.
+
+    Without overlap, a stage waits for what it sends and for what it receives.
+    """
     if e.pp == 1:
         return 0.0
-    between = e.cluster.devices // e.pp >= e.cluster.devices_per_node
-    scattered = e.residual_shards or e.chunks > 1  # Megatron sends a part from every tensor-parallel rank
+    per_stage = e.cluster.devices // e.islands // e.pp
+    scattered = e.residual_shards or e.chunks > 1 or e.software.scattered_sends
     size = e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
-    one = send(size, between_nodes=between, cluster=e.cluster, cal=cal)
+    # A pipeline is as fast as its slowest transfer: if it spans nodes, that is one between them.
+    one = send(size, between_nodes=per_stage * e.pp > e.cluster.devices_per_node, cluster=e.cluster, cal=cal)
     rounds = (e.grad_accum + (e.pp - 1) / e.chunks) * 2 * e.chunks
-    return rounds * one * (cal.interference if e.software.pp_overlap else 1.0)
+    seconds = rounds * one * (cal.interference if e.software.pp_overlap else cal.pipeline_waits)
+    return seconds + _between_sites(e, size, per_stage, rounds / e.chunks)
+
+
+def _between_sites(e: Execution, size: float, per_stage: int, rounds: float) -> float:
+    """Seconds per step of the stages on both sides of a link between sites, which all ranks of a stage share."""
+    cluster = e.cluster
+    if cluster.sites == 1 or e.islands >= cluster.sites or per_stage >= cluster.devices_per_site:
+        return 0.0
+    if cluster.site_bytes_per_second <= 0:
+        return math.inf
+    crossings = e.chunks if e.chunks > 1 else 1
+    each = per_stage * size / cluster.site_bytes_per_second + cluster.site_latency_seconds
+    return rounds * crossings * each
 
 
 def _groups(e: Execution) -> tuple[Group, Group]:
@@ -124,7 +164,7 @@ def _grad_bytes(e: Execution) -> float:
 
 def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     everyone, shard = _groups(e)
-    params = stage_params(e)
+    params = _reduced_params(e)
     grads = _grad_bytes(e) * params * e.trained_share
     weights = e.element_bytes * params * e.trained_share
     if e.zero_stage == 3 and e.pp == 1:
@@ -141,7 +181,19 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     rounds = e.grad_accum if e.reduces_every_micro_batch else 1
     if not e.software.dp_overlap:
         return rounds * reduce + collect
-    return rounds * exposed(window.backward, reduce, cal) + exposed(window.forward, collect, cal)
+    return rounds * exposed(window.backward, reduce, cal, everyone) + exposed(window.forward, collect, cal, everyone)
+
+
+def _reduced_params(e: Execution) -> float:
+    """Parameters whose gradients are reduced, as if all were reduced over all replicas.
+
+    Experts are reduced over the dp / ep ranks that hold the same ones."""
+    own = stage_params(e)
+    if e.ep == 1 or e.replicas == 1:
+        return own
+    experts = expert_params(e) / e.ep / (e.tp * e.pp)
+    copies = max(1, e.replicas // e.ep)
+    return own - experts + experts * ((copies - 1) / copies) / ((e.replicas - 1) / e.replicas)
 
 
 def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration) -> float:
@@ -152,7 +204,7 @@ def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration
     stride = e.tp * e.zero_group
     where = group(e.cluster, copies, stride)
     one = all_reduce(grads / e.zero_group, where, e.cluster, cal)
-    return exposed(window.backward, one, cal) if e.software.dp_overlap else one
+    return exposed(window.backward, one, cal, where) if e.software.dp_overlap else one
 
 
 def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
@@ -170,6 +222,8 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     return seconds / e.local_steps
 
 
+COPIED = 2.0
+"""Bytes read and written per byte that DeepSpeed's ZeRO 3 copies from a flat buffer, or into one."""
 IN_SWITCH_GAIN = 1.3
 """Speed-up of an all-reduce by reduction in the switch: 480 / 366 GB/s on H100, 473 / 366 on H200 (ml-engineering)."""
 BUCKET_BYTES = 500e6
@@ -231,12 +285,19 @@ def buckets(size: float) -> int:
     return max(1, round(size / BUCKET_BYTES))
 
 
-def all_to_all(size: float, where: Group, cluster: Cluster, cal: Calibration) -> float:
-    """Seconds of an all-to-all: every rank sends an equal part of its `size` bytes to every other rank."""
+def all_to_all(size: float, where: Group, cluster: Cluster, cal: Calibration, outside_share: float = 1.0) -> float:
+    """Seconds of an all-to-all: every rank sends an equal part of its `size` bytes to every other rank.
+
+    `outside_share` of what goes to other nodes uses the network, where a node gets only one copy of a token.
+    """
     if where.ranks <= 1 or size <= 0:
         return 0.0
     inside = (where.per_node - 1) / where.ranks * size / (cluster.intra_bytes_per_second * cal.intra)
-    outside = (where.ranks - where.per_node) / where.ranks * size / (cluster.inter_bytes_per_second * cal.inter)
+    leaving = (where.ranks - where.per_node) / where.ranks * size * outside_share
+    outside = leaving / (cluster.inter_bytes_per_second * cal.inter) if leaving else 0.0
+    if where.sites > 1:
+        crossing = leaving * where.ranks / where.sites * (1 - 1 / where.sites)
+        outside = max(outside, crossing / cluster.site_bytes_per_second if cluster.site_bytes_per_second else math.inf)
     return _startup(where, cluster, cal) + inside + outside
 
 

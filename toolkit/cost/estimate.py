@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+DEVICE_SHARE = 0.99
+"""Fraction of an accelerator's memory that the driver leaves to the job: 79.2 of 80 GiB on an H100 or A100."""
 APART = ("host", "start", "host_start")
 """Fields of `Memory` that are not bytes of a step on the device."""
 
@@ -81,6 +83,20 @@ class Time:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Money:
+    """Cost and energy of a plan; None where the price or the power of the device is unknown."""
+
+    per_billion_tokens: float | None
+    """Price of a billion tokens, in the currency of `cluster.price_per_device_hour`."""
+    run: float | None
+    """Price of all steps of the run; None also if the recipe does not say how many."""
+    kwh_per_billion_tokens: float | None
+    """Energy of the devices at their power under load; cooling and hosts come on top."""
+    run_kwh: float | None
+    """Energy of the devices for all steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Memory and time of one plan for one job."""
 
@@ -90,6 +106,14 @@ class Estimate:
     """Device memory available to the job."""
     host_limit_bytes: int
     """Host memory per node available to the job."""
+    step_seconds: tuple[float, float] = (0.0, 0.0)
+    """Interval of the step time: 10 to 90% of runs like this one."""
+    memory_bytes: tuple[float, float] = (0.0, 0.0)
+    """Interval of the memory."""
+    money: Money | None = None
+    """What the run costs."""
+    memory_margin_bytes: int = 0
+    """Part of the device memory that plans leave free (`cluster.memory_margin`)."""
     tokens_per_second: float
     mfu: float
     """Model FLOPs per second (6·N + attention, no recompute) relative to the peak of the devices."""
@@ -97,4 +121,5 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the plan fits on device and host."""
-        return self.memory.peak <= self.memory_limit_bytes and self.memory.host_peak <= self.host_limit_bytes
+        usable = self.memory_limit_bytes - self.memory_margin_bytes
+        return self.memory.peak <= usable and self.memory.host_peak <= self.host_limit_bytes

@@ -61,6 +61,8 @@ class Execution:
     sp: int = 1
     """Ulysses sequence parallel: ranks that exchange heads for tokens."""
     ep: int = 1
+    expert_tp: int = 0
+    """Ranks that share the matrices of an expert; 0: as many as `tp`."""
     zero_stage: int = 0
     zero_group: int = 1
     zero_variant: str = "mics"
@@ -76,6 +78,8 @@ class Execution:
     """Whether attention scores are recomputed (selective recompute without flash attention)."""
     fp8: bool = False
     element_bytes: int = 2
+    emulated: bool = False
+    """Whether the tensor cores lack the number format: bf16 on V100 and T4."""
     gathers_every_micro_batch: bool = True
     """Whether ZeRO 3 gathers for every micro-batch; with a pipeline it keeps the parameters for the step."""
     reduces_every_micro_batch: bool = False
@@ -83,6 +87,10 @@ class Execution:
     offload: str = "none"
     optimizer: str = "adamw"
     lora_rank: int = 0
+    lora_targets: str = "all"
+    """Layers with adapters: `all` linear ones, those of `attention`, or queries and values (`qv`)."""
+    fp32_params: bool = False
+    """Whether parameters and gradients are fp32 although the passes run in 16 bits (FSDP mixed precision)."""
     quantized_base: bool = False
     """Whether the frozen weights under the adapters are stored in 4 bits."""
     islands: int = 1
@@ -111,7 +119,9 @@ class Execution:
         return Slice(
             micro_batch=self.micro_batch, seq_len=self.seq_len, parts=self.cp * self.sp, tp=self.tp,
             residual_parts=self.tp if self.residual_shards else 1, ep=self.ep, fp8=self.fp8,
-            element_bytes=self.element_bytes, frozen=self.lora_rank > 0,
+            element_bytes=self.element_bytes, frozen=self.lora_rank > 0, quantized=self.quantized_base,
+            adapters={"qv": 2, "attention": 4}.get(self.lora_targets, 7) if self.lora_rank else 0,
+            expert_tp=self.expert_tp, emulated=self.emulated,
         )  # fmt: skip
 
     @property
@@ -132,7 +142,11 @@ class Execution:
     @cached_property
     def trained_share(self) -> float:
         """Trained parameters over all parameters: 1, or the share of the adapters under LoRA."""
-        return 1.0 if not self.lora_rank else lora_params(self.model, self.lora_rank) / self.model_params
+        return (
+            1.0
+            if not self.lora_rank
+            else lora_params(self.model, self.lora_rank, self.lora_targets) / self.model_params
+        )
 
     @property
     def layers_per_stage(self) -> int:
@@ -140,10 +154,33 @@ class Execution:
         return -(-self.model.layers // self.pp)
 
 
+QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
+and a 32-bit constant per 256 of those."""
+
+
+def quantized_width(e: Execution) -> float:
+    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
+    model = e.model
+    routed = model.experts * (3 if model.gated_mlp else 2) * model.hidden * model.expert_ffn
+    linear = sum(model.layer_params) - model.moe_layers * routed
+    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
+
+
+LATENT = 0.8
+"""Attention with fewer parameters than this share of plain attention is latent (DeepSeek)."""
+
+
 @lru_cache(maxsize=1024)
 def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
     """The dense layer of a model, or its mixture-of-experts layer."""
+    mlp = (3 if model.gated_mlp else 2) * model.hidden
+    dense = max(model.layer_active_params) if not model.moe_layers else model.layer_active_params[-1]
+    inner = model.shared_ffn + model.experts_per_token * model.expert_ffn if model.moe_layers else model.ffn
+    plain = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
+    latent = (dense - mlp * inner) / plain
     return LayerShape(
+        attention_share=latent if 0 < latent < LATENT else 1.0,
         hidden=model.hidden, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
         ffn=model.shared_ffn if experts else model.ffn, gated=model.gated_mlp,
         experts=model.experts if experts else 0, experts_per_token=model.experts_per_token if experts else 0,
@@ -151,13 +188,17 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
     )  # fmt: skip
 
 
-def lora_params(model: ModelSpec, rank: int) -> int:
-    """Parameters of adapters on every linear layer except the head: rank × (inputs + outputs) each.
+def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
+    """Parameters of adapters, by default on every linear layer except the head: rank × (inputs + outputs) each.
 
     Routed experts get none: in transformers they are tensors over all experts, not linear layers.
     """
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    if targets == "qv":
+        return rank * model.layers * (2 * model.hidden + q + kv)
     attention = model.layers * ((model.hidden + q) * 2 + (model.hidden + kv) * 2)
+    if targets == "attention":
+        return rank * attention
     matrices = 3 if model.gated_mlp else 2
     dense = (model.layers - model.moe_layers) * (model.hidden + model.ffn)
     shared = model.moe_layers * (model.hidden + model.shared_ffn) if model.shared_ffn else 0
@@ -179,7 +220,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
-        element_bytes=4 if plan.precision == "fp32" else 2, reduces_every_micro_batch=plan.zero_stage >= 2,
+        element_bytes=4 if plan.precision == "fp32" else 2,
+        emulated=plan.precision == "bf16" and not job.cluster.device.flash_attention,
+        reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, accumulates_apart=accumulates_apart(plan),
         frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
         offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,

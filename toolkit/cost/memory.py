@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, layer_shape, of_plan
+from toolkit.cost.execution import Execution, layer_shape, of_plan, quantized_width
 from toolkit.cost.operators import LayerShape
 from toolkit.cost.optimizer_step import MOMENTS, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
@@ -17,9 +17,6 @@ LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 IN_USE_LAYERS = 1.5
 """Further layers that ZeRO 3 has gathered: the one in use, and on average half of the next."""
-QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
-and a 32-bit constant per 256 of those."""
 
 
 def memory(plan: Plan, job: Job) -> Memory:
@@ -141,16 +138,10 @@ def _param_bytes(e: Execution, params: float) -> float:
     if e.offload.endswith("_params"):
         return second
     if e.quantized_base:
-        return params * _quantized_width(e) + e.element_bytes * params * e.trained_share
+        return params * quantized_width(e) + e.element_bytes * params * e.trained_share
     if e.zero_stage < 3 or e.pp > 1:  # in a pipeline, gathered parameters stay for the step
         return e.element_bytes * params
     return e.element_bytes * params / state_shards(e) + second
-
-
-def _quantized_width(e: Execution) -> float:
-    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
-    linear = sum(e.model.layer_params) - e.model.moe_layers * _routed_params(e)
-    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
 
 
 def _has_second_copy(e: Execution, params: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.cost.calibration import Calibration
-from toolkit.cost.communication import stage_params
+from toolkit.cost.communication import expert_params, stage_params
 from toolkit.cost.execution import Execution
 
 MOMENTS = {
@@ -12,9 +12,11 @@ MOMENTS = {
 """fp32 values that an optimizer keeps per parameter, without the master weight."""
 UPDATE_BYTES = 14.0
 """Bytes per parameter: read the gradient (2), read and write the master (8), write the 16-bit weight (2), norm (2)."""
+APART_BYTES = 10.0
+"""Bytes per parameter to add a 16-bit gradient to an fp32 sum: read 2 and 4, write 4."""
 MOMENT_BYTES = 8.0
 """Bytes per fp32 moment: read and write."""
-HOST_UPDATE_BYTES_PER_SECOND = 60e9
+HOST_UPDATE_BYTES_PER_SECOND = 100e9
 """Memory bandwidth of one host during an update on a DDR4 server; DeepSpeed's CPU Adam is limited by it."""
 NVME_BYTES_PER_SECOND = 6e9
 """Total rate of the local NVMe disks of one node, reading or writing."""
@@ -26,9 +28,10 @@ def optimizer_seconds(e: Execution, cal: Calibration) -> float:
     trained = stage_params(e) * e.trained_share
     shard = trained / state_shards(e)
     total = _offloaded(e, shard) if e.offload != "none" else shard * update_bytes(e.optimizer) / rate
-    if e.grad_accum > 1 and e.zero_stage < 3:
+    if e.grad_accum > 1 and e.zero_stage < 3 and not e.software.fused_accumulation:
         grad_bytes = 4 if e.element_bytes == 4 else e.software.grad_bytes
-        total += (e.grad_accum - 1) * 3 * grad_bytes * trained / rate
+        each = APART_BYTES if e.accumulates_apart else 3 * grad_bytes
+        total += (e.grad_accum - 1) * each * trained / rate
     return total
 
 
@@ -37,11 +40,19 @@ def update_bytes(optimizer: str) -> float:
     return UPDATE_BYTES + MOMENT_BYTES * MOMENTS[optimizer]
 
 
-def state_shards(e: Execution) -> int:
-    """Ranks that optimizer states are sharded over; with hpZ, all replicas."""
+def state_shards(e: Execution) -> float:
+    """Ranks that optimizer states are sharded over; with hpZ, all replicas.
+
+    Experts have only `ranks / ep` copies to be sharded over: then this is the mean over all parameters of a rank.
+    """
     if e.zero_stage == 0:
         return 1
-    return e.replicas if e.zero_variant == "hpz" else min(e.zero_group, e.replicas)
+    ranks = e.replicas if e.zero_variant == "hpz" else min(e.zero_group, e.replicas)
+    if e.ep == 1 or ranks == 1:
+        return ranks
+    experts, own = expert_params(e) / (e.tp * e.pp), stage_params(e)
+    dense = own - experts / e.ep
+    return own / (dense / ranks + experts / e.ep / max(1, ranks // e.ep))
 
 
 def _offloaded(e: Execution, shard: float) -> float:

@@ -26,8 +26,26 @@ class Software:
     """Whether hidden and attention dropout are applied (GPT-2 era recipes)."""
     zero_messages: int = 1
     """Collectives per layer under ZeRO 3: 1 for a flat layer (FSDP), one per tensor in DeepSpeed."""
-    zero_link_share: float = 1.0
-    """Share of the collective bandwidth that ZeRO 3 gathers reach while copying tensors to and from shards."""
+    zero_copies: bool = False
+    """Whether ZeRO 3 copies gathered tensors from flat buffers and gradients into them (DeepSpeed)."""
+    fused_accumulation: bool = False
+    """Whether the matmul of a weight gradient adds it to the sum over micro-batches (Megatron since 2022)."""
+    scattered_sends: bool = False
+    """Whether each tensor-parallel rank sends only its part of the activations to the next stage (Megatron-LM)."""
+    expert_loop: bool = False
+    """Whether experts run one after the other (transformers before version 5) instead of as one grouped matmul."""
+    dispatch_once: bool = False
+    """Whether a token goes to each node once, however many experts it visits there (DeepEP)."""
+    ep_overlap: bool = False
+    """Whether exchanges of experts overlap with compute of another micro-batch."""
+    graphs: bool = False
+    """Whether layers are launched as CUDA graphs, so that the device never waits for the host."""
+    unpadded_vocab: bool = False
+    """Whether the output matrix has exactly as many rows as the vocabulary (Hugging Face), which tiles may not fit."""
+    composed_gelu: bool = False
+    """Whether GELU is composed of eight operators (transformers' `gelu_new`)."""
+    fused_loss: str = ""
+    """`kernel`: the loss overwrites the logits; `linear`: logits are computed in chunks and never stored."""
     fp8_gather: bool = False
     """Whether sharded parameters are sent in 8 bits."""
 
@@ -36,10 +54,15 @@ ZERO_TENSORS = 7
 """Weight matrices per layer, which DeepSpeed's ZeRO 3 fetches one by one; small tensors stay resident."""
 ZERO_TENSORS_THEN = 12
 """Weights, biases and norms of a GPT layer, each sent separately by the DeepSpeed of published figures."""
-ZERO_LINK_SHARE_THEN = 0.3
-"""ZeRO 3 without model parallelism in SC21 (arXiv 2104.04473, table 2): 35-50 of 140 GB/s per node."""
 DEEPSPEED_HF = Software(
-    fusion="eager", flash=2, tp_overlap=False, dp_overlap=True, grad_bytes=2, zero_messages=ZERO_TENSORS
+    fusion="eager",
+    flash=2,
+    tp_overlap=False,
+    dp_overlap=True,
+    grad_bytes=2,
+    zero_messages=ZERO_TENSORS,
+    zero_copies=True,
+    unpadded_vocab=True,
 )
 """DeepSpeed with a Hugging Face model: what this toolkit runs."""
 
@@ -48,7 +71,9 @@ _MODERN = re.compile(r"nemo|bridge|megatron[- ]core|mcore|transformer ?engine|\b
 _KERNELS = re.compile(r"megatron|nemo|apex|liger|fused|transformer ?engine|\bte\b|primus|megascale|mcore")
 _TP_OVERLAP = re.compile(r"async ?tp|userbuffer|tp overlap")
 _NO_DP_OVERLAP = re.compile(r"megatron-lm|megatron-deepspeed|megatron\+deepspeed|local ddp|alpa")
-_FIRST_FLASH = re.compile(r"fsdp1|composer")
+_REDUCES_16 = re.compile(r"internevo|fsdp1|(hf|swift).*deepspeed|^deepspeed")
+_FIRST_FLASH = re.compile(r"composer")
+_HUGGING_FACE = re.compile(r"\bhf\b|hugging|transformers|swift \+ hf")
 _HOPPER_KERNELS = re.compile(r"xla|jax|maxtext|fa ?3|flash.?attention.?3|cudnn")
 _HOPPER = re.compile(r"H\d00|GH|B\d00|GB|MI3")
 
@@ -66,10 +91,17 @@ def software_of(
         tp_overlap=modern or bool(_TP_OVERLAP.search(name)),
         dp_overlap=not (pipeline and _NO_DP_OVERLAP.search(name)) and not ("deepspeed" in name and zero_stage == 3),
         pp_overlap=modern,
-        grad_bytes=2 if modern or precision == "fp16" or "internevo" in name else 4,
+        grad_bytes=2 if (modern and "core" not in name) or precision == "fp16" or _REDUCES_16.search(name) else 4,
         dropout=bool(_KERNELS.search(name)) and not flash,
         zero_messages=ZERO_TENSORS_THEN if "deepspeed" in name else 1,
-        zero_link_share=ZERO_LINK_SHARE_THEN if "deepspeed" in name else 1.0,
+        zero_copies="deepspeed" in name,
+        unpadded_vocab=bool(_HUGGING_FACE.search(name)),
+        composed_gelu=bool(_HUGGING_FACE.search(name)),
+        dispatch_once=modern,
+        expert_loop=bool(_HUGGING_FACE.search(name)) and "scatter" not in name,
+        fused_accumulation=modern or bool(re.search(r"megatron-lm.*202[2-9]", name)),
+        scattered_sends=modern or "megatron-lm" in name,
+        fused_loss="kernel" if "composer" in name else "",
         fp8_gather=fp8 and "fsdp2" in name,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution
+from toolkit.cost.execution import Execution, quantized_width
 from toolkit.cost.optimizer_step import state_shards
 from toolkit.units import GIB
 
@@ -47,7 +47,7 @@ def _complete(e: Execution, params: float) -> float:
     gradients of zeros for them.
     Without ZeRO it takes a step with zero gradients: masters, gradients and two moments of all trained weights.
     """
-    weights, trained = e.element_bytes * params, params * e.trained_share
+    weights, trained = (quantized_width(e) if e.quantized_base else e.element_bytes) * params, params * e.trained_share
     if e.zero_stage == 0:
         return weights + (16.0 * trained if e.element_bytes == 2 and e.master_weights else 0.0)
     masters = 4.0 * trained / state_shards(e)

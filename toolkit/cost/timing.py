@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.cost import communication
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Time
-from toolkit.cost.execution import Execution, layer_shape, of_plan
-from toolkit.cost.operators import Pass, head_cost, layer_cost
+from toolkit.cost.execution import Execution, layer_shape, lora_params, of_plan
+from toolkit.cost.operators import Pass, Slice, head_cost, layer_cost, seen_tokens
 from toolkit.cost.optimizer_step import optimizer_seconds
+from toolkit.models.spec import ModelSpec
 from toolkit.plans.plan import Job, Plan
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs per step by convention: 6 per parameter and token, and attention over the full square."""
+    """FLOPs per step by convention: 6 per parameter and token, and attention over the full square or the window.
+
+    Frozen weights count 4: their gradients are never computed.
+    """
     model, work = job.model, job.workload
-    attention = 12 * model.layers * model.heads * model.head_dim * work.seq_len
     matmul_params = model.active_params - (0 if model.tied_embeddings else model.embedding_params)
-    return work.tokens * (6.0 * matmul_params + attention)
+    each = 6.0 * matmul_params
+    if work.lora_rank:
+        each = 4.0 * matmul_params + 6.0 * lora_params(model, work.lora_rank)
+    return work.tokens * (each + 12 * _attention_flops(model, work.seq_len))
+
+
+def _attention_flops(model: ModelSpec, seq_len: int) -> float:
+    """Products of heads, head size and tokens that a query is compared with, summed over layers."""
+    whole = (model.layers - model.window_layers) * seq_len
+    seen = 2 * seen_tokens(Slice(micro_batch=1, seq_len=seq_len, window=model.window))
+    return model.heads * model.head_dim * (whole + model.window_layers * seen)
 
 
 def hardware_flops(plan: Plan, job: Job) -> float:
     """FLOPs per step including recompute, which adds up to one more forward pass of the layers."""
     model, work, again = job.model, job.workload, of_plan(plan, job).recompute
-    attention = 4 * model.layers * model.heads * model.head_dim * work.seq_len
+    attention = 4 * _attention_flops(model, work.seq_len)
     outside = model.head_params if model.tied_embeddings else model.embedding_params + model.head_params
     layers = 2.0 * max(0, model.active_params - outside)
     return model_flops(job) + work.tokens * (again.matmul * layers + again.attention * attention)
@@ -87,7 +100,7 @@ def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
         pp_comm=communication.pipeline_seconds(e, cal),
         dp_comm=each * layer.zero + communication.step_seconds(e, window, cal),
         optimizer=optimizer_seconds(e, cal),
-        fixed=cal.fixed_seconds,
+        fixed=cal.fixed_seconds + _step_hooks(e, cal),
     )
 
 
@@ -109,22 +122,28 @@ def _bubble_seconds(e: Execution, stages: Stages) -> float:
 
 def layer_seconds(e: Execution, cal: Calibration) -> LayerSeconds:
     """Seconds of one layer, averaged over dense and mixture layers."""
-    experts = e.model.moe_layers / e.model.layers
-    dense = _one_layer(e, cal, experts=False) if experts < 1 else None
-    mixed = _one_layer(e, cal, experts=True) if experts > 0 else None
-    if dense is None or mixed is None:
-        only = dense or mixed
-        assert only is not None
-        return only
-    both = zip(vars(dense).values(), vars(mixed).values(), strict=True)
-    return LayerSeconds(*(d * (1 - experts) + m * experts for d, m in both))
+    mixed, windowed = e.model.moe_layers / e.model.layers, e.model.window_layers / e.model.layers
+    kinds = [
+        (share * part, experts, window)
+        for share, experts in ((1 - mixed, False), (mixed, True))
+        for part, window in ((1 - windowed, 0), (windowed, e.model.window))
+        if share * part > 0
+    ]
+    found = [(share, vars(_one_layer(e, cal, experts=experts, window=w)).values()) for share, experts, w in kinds]
+    if len(found) == 1:
+        return LayerSeconds(*found[0][1])
+    return LayerSeconds(*(sum(parts) for parts in zip(*([s * v for v in values] for s, values in found), strict=True)))
 
 
-def _one_layer(e: Execution, cal: Calibration, *, experts: bool) -> LayerSeconds:
-    cost = layer_cost(layer_shape(e.model, experts=experts), e.slice, e.cluster.device, e.software, cal)
-    forward, backward = host_bound(cost.forward, e, cal), host_bound(cost.backward, e, cal)
+def _one_layer(e: Execution, cal: Calibration, *, experts: bool, window: int) -> LayerSeconds:
+    part = replace(e.slice, window=window) if window else e.slice
+    cost = layer_cost(layer_shape(e.model, experts=experts), part, e.cluster.device, e.software, cal)
+    hooks = _hook_seconds(e, cal)
+    forward, backward = host_bound(cost.forward, e, cal, hooks), host_bound(cost.backward, e, cal, 2 * hooks)
     repeat = _repeat(e, cost.forward, forward, cal)
     tp_forward, tp_backward = communication.tensor_seconds(e, cal)
+    tp_forward = _behind_host(tp_forward, cost.forward, forward)
+    tp_backward = _behind_host(tp_backward, cost.backward, backward)
     tp_repeat = e.recompute.traffic * tp_forward
     sp = communication.sequence_seconds(e, cost, cal) + (communication.expert_seconds(e, cal) if experts else 0.0)
     zero = communication.layer_seconds(e, forward + tp_forward, backward + repeat + tp_backward + tp_repeat, cal)
@@ -141,11 +160,45 @@ def _repeat(e: Execution, cost: Pass, forward: float, cal: Calibration) -> float
     return max(on_device, cost.kernels * cal.launch_seconds * max(share.matmul, share.stream))
 
 
-def host_bound(cost: Pass, e: Execution, cal: Calibration) -> float:
-    """Device time, but at least the time that the host needs to launch the operators; a CPU does both in turn."""
+def host_bound(cost: Pass, e: Execution, cal: Calibration, hooks: float = 0.0) -> float:
+    """Device time, but at least the time that the host needs to launch the operators; a CPU does both in turn.
+
+    `hooks` are further seconds of host work in this pass.
+    """
     if e.cluster.device.backend == "cpu":
         return cost.device + cost.kernels * CPU_LAUNCH_SECONDS
-    return max(cost.device, cost.kernels * cal.launch_seconds)
+    launches = 0.0 if e.software.graphs else cost.kernels * cal.launch_seconds
+    return max(cost.device, launches + hooks)
+
+
+def _behind_host(traffic: float, cost: Pass, spent: float) -> float:
+    """Traffic that adds to a pass: while the device waits for the host anyway, it costs nothing."""
+    return max(0.0, traffic - max(0.0, spent - cost.device))
+
+
+def _step_hooks(e: Execution, cal: Calibration) -> float:
+    """Host seconds per step of DeepSpeed with Hugging Face models: norms, copies and flags tensor by tensor."""
+    if not e.software.zero_copies or not e.software.unpadded_vocab or e.cluster.device.backend == "cpu":
+        return 0.0
+    tensors = (TENSORS_GATED if e.model.gated_mlp else TENSORS_PLAIN) * e.layers_per_stage
+    return STEP_HOOKS * cal.zero_host_seconds * (tensors * min(1.0, 100 * e.trained_share))
+
+
+TENSORS_GATED, TENSORS_PLAIN = 9, 12
+"""Parameters of a layer of a Llama (7 matrices, 2 norms), and of a GPT (4 matrices and 2 norms, all with biases)."""
+EXPERT_TENSORS = 3
+"""Matrices of an expert, each fetched by itself where experts are modules of their own."""
+STEP_HOOKS = 2
+"""Times per step that DeepSpeed handles a tensor on the host: when its gradient is reduced, and when it is updated."""
+
+
+def _hook_seconds(e: Execution, cal: Calibration) -> float:
+    """Host seconds of ZeRO 3 for the tensors of one layer in the forward pass; twice as many in the backward pass."""
+    if e.zero_stage < 3 or e.replicas == 1 or not e.software.zero_copies:
+        return 0.0
+    share = e.model.moe_layers / e.model.layers
+    experts = EXPERT_TENSORS * e.model.experts / e.ep * share if e.software.expert_loop else 0.0
+    return cal.zero_host_seconds * (e.software.zero_messages + experts)
 
 
 CPU_LAUNCH_SECONDS = 15e-6

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from toolkit.cost.calibration import CALIBRATION, Calibration
+from toolkit.cost.estimate import DEVICE_SHARE
 from toolkit.cost.execution import Execution
-from toolkit.cost.memory import device_bytes
-from toolkit.cost.published import NotScorable, PublishedRow, cluster_size, execution_of, measured_seconds, read_rows
+from toolkit.cost.published import (
+    cluster_size,
+    execution_of,
+    figure_kind,
+    least_memory,
+    measured_seconds,
+    predicted_memory,
+)
+from toolkit.cost.published_rows import MISSING, NotScorable, PublishedRow, read_rows
 from toolkit.cost.timing import seconds
+from toolkit.cost.uncertainty import COVERAGE, step_interval
 from toolkit.units import GIB
 
 SAME_JOB = (
@@ -48,6 +56,9 @@ class Score:
     case: Case
     predicted_seconds: float
     predicted_gib: float
+    """Memory, as the row's figure is meant: allocated, reserved, or that of the driver."""
+    needed_gib: float = 0.0
+    """Memory that the device needs at least."""
 
     @property
     def time_error(self) -> float | None:
@@ -78,6 +89,9 @@ def validate(csv_path: str | Path, cal: Calibration = CALIBRATION) -> dict[str, 
         "memory": {"scored": len(_memory(scores)), **_errors(_memory(scores))},
         "by_source": sources,
         "by_split": _by_split(sources),
+        "facts": _by_facts(scores),
+        "memory_check": _memory_check(rows, scores),
+        "interval": _coverage(scores),
         "ranking": ranking(scores),
         "unscored": dict(unscored),
     }
@@ -95,6 +109,62 @@ def read_cases(rows: Iterable[PublishedRow]) -> tuple[list[Case], Counter[str]]:
     return cases, unscored
 
 
+NEEDED = ("seq_len", "micro_batch", "act_ckpt", "flash_attn", "zero_stage", "global_batch")
+"""Columns that decide the step time; a row that lacks one, or infers one, is scored with the likeliest setting."""
+
+
+def is_inferred(row: PublishedRow) -> bool:
+    """Whether the source leaves out something that the prediction depends on."""
+    silent = any(row.text(column).lower() in MISSING or "unknown" in row.text(column).lower() for column in NEEDED)
+    stated = row.text("inferred_fields").lower()
+    return silent or any(column in stated for column in (*NEEDED, "batch", "vpp", "ffn", "gpu kind"))
+
+
+def _by_facts(scores: Sequence[Score]) -> dict[str, Any]:
+    """Errors of rows whose source states everything, and of rows with inferred settings."""
+    parts = {"stated": [], "inferred": []}  # type: dict[str, list[Score]]
+    for one in scores:
+        parts["inferred" if is_inferred(one.case.row) else "stated"].append(one)
+    return {name: {"rows": len(rows), **_errors(_times(rows))} for name, rows in parts.items()}
+
+
+def _memory_check(rows: Sequence[PublishedRow], scores: Sequence[Score]) -> dict[str, Any]:
+    """Rows that ran but would be refused, and rows that ran out of memory but would be accepted."""
+    ran = [one for one in scores if one.case.row.text("fits") != "0"]
+    refused = [one for one in ran if one.needed_gib > _usable_gib(one.case.execution)]
+    failed = [row for row in rows if row.text("fits") == "0" and row.text("split").lower() != "reference"]
+    accepted = 0
+    for row in failed:
+        try:
+            run = execution_of(row)
+        except NotScorable:
+            continue
+        accepted += predicted_memory(row, run, CALIBRATION)["needed"] / GIB <= _usable_gib(run)
+    share = len(refused) / len(ran) if ran else None
+    return {
+        "ran": len(ran),
+        "refused": len(refused),
+        "refused_share": share,
+        "failed": len(failed),
+        "accepted": accepted,
+    }
+
+
+def _usable_gib(e: Execution) -> float:
+    """Memory of the device that a plan may use; no margin: the row is known to have run."""
+    return e.cluster.device.memory_bytes * DEVICE_SHARE / GIB
+
+
+def _coverage(scores: Sequence[Score]) -> dict[str, Any]:
+    """Share of rows whose measured step time is inside the interval of its prediction."""
+    timed = [one for one in scores if one.case.seconds]
+    inside = []
+    for one in timed:
+        low, high = step_interval(one.case.execution).of(one.predicted_seconds)
+        inside.append(low <= (one.case.seconds or 0.0) <= high)
+    return {"coverage": COVERAGE, "rows": len(timed), "inside": mean(inside) if inside else None}
+
+
 def _case(row: PublishedRow) -> Case:
     if row.text("split").lower() == "reference":
         raise NotScorable("reference row: under-specified, not for scores")
@@ -108,11 +178,10 @@ def _case(row: PublishedRow) -> Case:
 
 
 def score(case: Case, cal: Calibration = CALIBRATION) -> Score:
-    """Predict a case. Memory figures reported by torch exclude the driver and the collectives library."""
-    torch_figure = re.search(r"reserved|allocated", case.row.text("notes").lower())
-    convention = replace(cal, context_bytes=0.0, collective_bytes=0.0) if torch_figure else cal
-    memory = device_bytes(case.execution, convention).total / GIB
-    return Score(case, seconds(case.execution, cal).total, memory)
+    """Predict a case; memory as the row's figure is meant."""
+    memory = predicted_memory(case.row, case.execution, cal)
+    shown = memory[figure_kind(case.row)] / GIB
+    return Score(case, seconds(case.execution, cal).total, shown, least_memory(case.row, case.execution, cal) / GIB)
 
 
 def ranking(scores: Sequence[Score]) -> dict[str, Any]:

@@ -34,18 +34,17 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"model_type": text_types().get(str(outer))} | dict(inner)
 
 
+def needs_counting(model_type: Any) -> bool:
+    """Whether transformers knows the type and the table does not: its parameters are counted on the meta device."""
+    return isinstance(model_type, str) and model_type not in ARCHITECTURES and model_type in known_types()
+
+
 def known_type(model_type: Any) -> str:
     """The model type; raises `BadInput` unless its parameters can be counted exactly."""
     if not isinstance(model_type, str):
         raise BadInput(f"{SOURCE}: model_type", f"{_short(model_type)} is not a name; give one such as llama or qwen3")
     if model_type in ARCHITECTURES:
         return model_type
-    if model_type in known_types():
-        raise BadInput(
-            f"{SOURCE}: model_type",
-            f"transformers knows {model_type}, the planner does not: it needs a row in toolkit/models/architectures "
-            "that counts its parameters exactly; for a model with several parts, give its text_config alone",
-        )
     near = difflib.get_close_matches(model_type, ARCHITECTURES, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(ARCHITECTURES))}"
     raise BadInput(f"{SOURCE}: model_type", f"{_short(model_type)} is not a known model type; {hint}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit.errors import BadInput
+from toolkit.models import meta_spec
 from toolkit.models.architectures import ARCHITECTURES
 from toolkit.models.architectures.table_row import Architecture
 from toolkit.models.architectures.terms import Experts, Shape
-from toolkit.models.config_reader import known_type, resolve, text_config
+from toolkit.models.config_reader import known_type, needs_counting, resolve, text_config
 
 __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
@@ -51,6 +55,10 @@ class ModelSpec:
     """Inner width of one routed expert."""
     shared_ffn: int = 0
     """Inner width of the experts that every token visits."""
+    window: int = 0
+    """Tokens that a layer with a sliding window attends to; 0: no such layers."""
+    window_layers: int = 0
+    """Number of layers with a sliding window."""
     moe_layers: int = 0
     """Number of mixture-of-experts layers."""
     embedding_params: int
@@ -76,9 +84,45 @@ class ModelSpec:
 def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
     """The spec of a Hugging Face `config.json`, given as a mapping; of a composite model, its text part."""
     text = text_config(config)
+    if needs_counting(text.get("model_type")):
+        return ModelSpec(**meta_spec.fields(text))
     model_type = known_type(text.get("model_type"))
     row = ARCHITECTURES[model_type]
-    return _count(model_type, row, resolve(model_type, row, text))
+    shape = resolve(model_type, row, text)
+    window, layers = _windows(model_type, text, shape.layers)
+    return replace(_count(model_type, row, shape), window=window, window_layers=layers)
+
+
+WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2, "olmo3": 4}
+"""Types in which one layer in so many sees the full sequence; the others have a sliding window."""
+USUAL_WINDOW = {
+    "gemma2": 4096,
+    "gemma3_text": 4096,
+    "gemma3": 4096,
+    "gemma3n_text": 512,
+    "cohere2": 4096,
+    "gpt_oss": 128,
+    "olmo3": 4096,
+}
+"""Window in tokens where the config gives none (transformers' defaults)."""
+OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+"""Types that use their window only with `use_sliding_window`."""
+
+
+def _windows(model_type: str, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
+    """Tokens of the sliding window, and the number of layers that have one; (0, 0) if there are none."""
+    given = config.get("sliding_window", USUAL_WINDOW.get(model_type))
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        return 0, 0
+    if model_type in OPTIONAL_WINDOW and config.get("use_sliding_window") is not True:
+        return 0, 0
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list | tuple):
+        return given, min(layers, sum(kind == "sliding_attention" for kind in kinds))
+    every = config.get("sliding_window_pattern", WINDOW_EVERY.get(model_type))
+    if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+        return given, layers - layers // every
+    return (given, layers) if model_type in ("mistral", "mixtral", "starcoder2", "phi3") else (0, 0)
 
 
 def _count(model_type: str, row: Architecture, shape: Shape) -> ModelSpec:
@@ -149,6 +193,8 @@ def load_model_config(path: str, *, models_dir: Path) -> dict[str, Any]:
         return _read(local / "config.json")
     if local.suffix == ".json":
         return _read(local)
+    if local.is_absolute() and local.exists():
+        return _read(local)
     bundled = _bundled(path, models_dir)
     return bundled if bundled is not None else _read(_from_hub(path, models_dir))
 
@@ -173,6 +219,8 @@ def _bundled(name: str, models_dir: Path) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise BadInput(str(path), f"is a device or a pipe; a file is required; {OFFLINE_WAYS}")
         with path.open("rb") as file:
             data = file.read(LARGEST_BYTES + 1)
     except OSError as error:
@@ -188,12 +236,43 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
+CONNECT_SECONDS = 1.5
+"""Longest wait for a connection to the hub; huggingface_hub itself retries for 25 seconds."""
+
+
+def _reachable(endpoint: str) -> bool:
+    """Whether the hub, or the proxy to it, accepts a connection."""
+    import urllib.parse  # slow, and needed for this alone
+    import urllib.request
+
+    target = urllib.parse.urlsplit(endpoint)
+    proxy = urllib.request.getproxies().get(target.scheme)
+    if proxy and not urllib.request.proxy_bypass(target.hostname or ""):
+        target = urllib.parse.urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    finished, connected = threading.Event(), threading.Event()
+
+    def connect() -> None:
+        port = target.port or (80 if target.scheme == "http" else 443)
+        with contextlib.suppress(OSError), socket.create_connection((target.hostname, port), CONNECT_SECONDS):
+            connected.set()
+        finished.set()
+
+    threading.Thread(target=connect, daemon=True).start()  # resolving a name has no time limit of its own
+    finished.wait(CONNECT_SECONDS)
+    return connected.is_set()
+
+
 def _from_hub(name: str, models_dir: Path) -> Path:
     """Path of `config.json` from the hub or its cache; huggingface_hub itself honours HF_HUB_OFFLINE."""
     try:
         # Imported here because it is slow, and planning from local files does not need it.
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached)
+        if not constants.HF_HUB_OFFLINE and not _reachable(constants.ENDPOINT):
+            raise ConnectionError(f"{constants.ENDPOINT} can't be reached")
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # network, HTTP, validation, file system: no common base class
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""

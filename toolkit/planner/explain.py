@@ -54,13 +54,15 @@ def bottleneck(plan: Plan, time: Time) -> str:
     return f"{WAITS[worst]} ({shares[worst]:.0%} of the step): {REMEDIES[worst]}"
 
 
-def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int) -> str:
+def misfit_reason(used: Memory, limit_bytes: int, host_limit_bytes: int, margin_bytes: int = 0) -> str:
     """Why a plan does not fit, with the largest parts of its memory."""
-    if used.total > limit_bytes:
-        return f"needs {_gib(used.total)} of {_gib(limit_bytes)} GiB: {_parts(used)}"
+    usable = limit_bytes - margin_bytes
+    if used.total > usable:
+        margin = f" ({_gib(limit_bytes)} less a margin of {margin_bytes / limit_bytes:.0%})" if margin_bytes else ""
+        return f"needs {_gib(used.total)} of {_gib(usable)} GiB{margin}: {_parts(used)}"
     if used.host > host_limit_bytes:
         return f"needs {_gib(used.host)} GiB of host memory; {_gib(host_limit_bytes)} may be used"
-    return start_reason(used, limit_bytes, host_limit_bytes)
+    return start_reason(used, usable, host_limit_bytes)
 
 
 def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:

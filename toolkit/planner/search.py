@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.cost.estimate import Estimate, Memory
+from toolkit.cost.estimate import DEVICE_SHARE, Estimate, Memory, Money
+from toolkit.cost.execution import of_plan
 from toolkit.cost.memory import memory
-from toolkit.cost.timing import model_flops, step_time
+from toolkit.cost.timing import model_flops, seconds
+from toolkit.cost.uncertainty import COVERAGE, memory_interval, step_interval
 from toolkit.errors import BadInput
 from toolkit.planner.explain import bottleneck, misfit_reason, would_fit
 from toolkit.plans.plan import Job, Plan, Refusal
 
-DEVICE_SHARE = 0.99
-"""Fraction of an accelerator's memory that the driver leaves to the job: 79.2 of 80 GiB on an H100 or A100."""
 HOST_SHARE = 0.9
 """Fraction of host memory that a plan may use."""
-TIE = 0.01
-"""Plans within this relative difference are equal, because predictions are not finer; the simpler one comes first."""
+TIE = 0.02
+"""Plans of one job within this relative difference are equal, and the simpler one comes first. Their errors are alike,
+so two plans can be told apart although their intervals overlap: of published pairs of plans whose predictions differ by
+more, nine in ten are in the right order."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,14 @@ class Option:
             "time": {**asdict(estimate.time), "total": estimate.time.total},
             "tokens_per_second": estimate.tokens_per_second,
             "mfu": estimate.mfu,
+            "memory_limit_bytes": estimate.memory_limit_bytes,
+            "memory_margin_bytes": estimate.memory_margin_bytes,
+            "interval": {
+                "coverage": COVERAGE,
+                "step_seconds": list(estimate.step_seconds),
+                "memory_bytes": [int(bound) for bound in estimate.memory_bytes],
+            },
+            "cost": asdict(estimate.money) if estimate.money else None,
             "bottleneck": bottleneck(self.plan, estimate.time),
         }
 
@@ -56,11 +66,21 @@ class Decision:
     refused: tuple[Refusal, ...]
     considered: int
 
+    def overlaps_best(self, option: Option) -> bool:
+        """Whether the interval of a plan's step time overlaps that of the chosen plan: neither may be called faster."""
+        if self.chosen is None:
+            return False
+        low, high = self.chosen.estimate.step_seconds
+        return option.estimate.step_seconds[0] <= high and option.estimate.step_seconds[1] >= low
+
+    def _shown(self, option: Option) -> dict[str, Any]:
+        return {**option.to_json(), "overlaps_best": self.overlaps_best(option)}
+
     def to_json(self, top: int | None = None) -> dict[str, Any]:
         """The output of `toolkit plan --json`."""
         return {
-            "chosen": self.chosen.to_json() if self.chosen else None,
-            "ranked": [option.to_json() for option in self.ranked[:top]],
+            "chosen": self._shown(self.chosen) if self.chosen else None,
+            "ranked": [self._shown(option) for option in self.ranked[:top]],
             "refused": [
                 {"strategy": r.strategy, "plan": asdict(r.plan) if r.plan else None, "reason": r.reason}
                 for r in self.refused
@@ -72,10 +92,18 @@ class Decision:
 OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "throughput": lambda option: -option.estimate.tokens_per_second,
     "time": lambda option: option.estimate.time.total,
-    "cost": lambda option: option.plan.devices / option.estimate.tokens_per_second,
+    "cost": lambda option: option.plan.devices / option.estimate.tokens_per_second * _price(option),
     "memory": lambda option: float(option.estimate.memory.total),
 }
 """What to minimise: negative tokens per second, seconds per step, device-seconds per token, bytes per device."""
+
+
+def _price(option: Option) -> float:
+    """Price of a device for a second, up to a constant; 1 where none is given."""
+    found = option.estimate.money
+    if found is None or found.per_billion_tokens is None:
+        return 1.0
+    return found.per_billion_tokens * option.estimate.tokens_per_second / option.plan.devices
 
 
 def estimate(plan: Plan, job: Job) -> Estimate:
@@ -84,26 +112,50 @@ def estimate(plan: Plan, job: Job) -> Estimate:
 
 
 def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
-    time = step_time(plan, job)
+    run = of_plan(plan, job)
+    time = seconds(run)
     limit, host_limit = limits(job)
     return Estimate(
         memory=used,
         time=time,
         memory_limit_bytes=limit,
         host_limit_bytes=host_limit,
+        memory_margin_bytes=margin_bytes(job),
+        step_seconds=step_interval(run).of(time.total),
+        memory_bytes=memory_interval(run).of(used.total),
+        money=money(plan, job, time.total),
         tokens_per_second=job.workload.tokens / time.total,
         mfu=model_flops(job) / time.total / (job.cluster.device.peak_flops * plan.devices),
+    )
+
+
+def money(plan: Plan, job: Job, step_seconds: float) -> Money:
+    """Cost and energy of a plan at the cluster's price and the device's power."""
+    hours = plan.devices * step_seconds / 3600
+    price, watts = job.cluster.price_per_device_hour, job.cluster.device.board_watts
+    billions = job.workload.tokens / 1e9
+    steps = job.workload.steps
+    return Money(
+        per_billion_tokens=price * hours / billions if price else None,
+        run=price * hours * steps if price and steps else None,
+        kwh_per_billion_tokens=watts / 1000 * hours / billions if watts else None,
+        run_kwh=watts / 1000 * hours * steps if watts and steps else None,
     )
 
 
 def fits(used: Memory, job: Job) -> bool:
     """Whether the plan fits on device and host."""
     limit, host_limit = limits(job)
-    return used.peak <= limit and used.host_peak <= host_limit
+    return used.peak <= limit - margin_bytes(job) and used.host_peak <= host_limit
+
+
+def margin_bytes(job: Job) -> int:
+    """Bytes of a device that plans leave free."""
+    return int(limits(job)[0] * job.cluster.memory_margin)
 
 
 def limits(job: Job) -> tuple[int, int]:
-    """Bytes that a plan may use on a device and on the host of a node."""
+    """Bytes that the job has on a device, margin included, and on the host of a node."""
     device = job.cluster.device
     share = 1.0 if device.backend == "cpu" else DEVICE_SHARE
     return int(device.memory_bytes * share), int(job.cluster.host_memory_bytes * HOST_SHARE)
@@ -161,7 +213,7 @@ class Search:
         key = _memory_key(plan)
         self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
         limit, host_limit = limits(self._job)
-        need = max(used.peak / limit, used.host_peak / max(1, host_limit))
+        need = max(used.peak / (limit - margin_bytes(self._job)), used.host_peak / max(1, host_limit))
         if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
             self._nearest[plan.strategy] = need, plan, used
 
@@ -172,7 +224,7 @@ class Search:
         return self._prune_recompute and plan.recompute != "none" and _batch_key(plan) in self._fit_without
 
     def _misfit(self, _need: float, plan: Plan, used: Memory) -> Refusal:
-        reason = misfit_reason(used, *limits(self._job))
+        reason = misfit_reason(used, *limits(self._job), margin_bytes(self._job))
         advice = would_fit(plan, lambda other: fits(memory(other, self._job), self._job))
         return Refusal(plan.strategy, f"{reason}{advice}", plan)
 

@@ -256,11 +256,16 @@ def unkeepable(plan: Plan) -> str:
 
 def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
     """Why this DeepSpeed can't run the plan; None if it can."""
-    version = version or deepspeed_version()
-    for rule in RULES:
-        if _applies(rule, version) and rule.forbids(plan, job):
+    for rule in _rules_of(version or deepspeed_version()):
+        if rule.forbids(plan, job):
             return rule.reason
     return None
+
+
+@functools.cache
+def _rules_of(version: Version) -> tuple[Rule, ...]:
+    """The rules of one version; parsing the versions again for every plan would take most of the search."""
+    return tuple(rule for rule in RULES if _applies(rule, version))
 
 
 def job_problems(job: Job, version: Version | None = None) -> list[Problem]:

@@ -34,11 +34,12 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             grad_clip=recipe.train.grad_clip,
             **_exchange(recipe.train.outer or Outer()),
             reduce=recipe.train.reduce,
+            steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_problems(job), *_ignored(config), *job_problems(job)]
+    problems = [*_problems(job), *_attention_problems(recipe.model, job), *_ignored(config), *job_problems(job)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -78,6 +79,15 @@ def _problems(job: Job) -> list[Problem]:
     if job.cluster.devices % devices:
         problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))
     return problems
+
+
+def _attention_problems(section: Model, job: Job) -> list[Problem]:
+    """Kernels that the device can't run."""
+    device = job.cluster.device
+    if section.attention != "flash_attention_2" or device.flash_attention:
+        return []
+    what = f"flash_attention_2 given; it needs a device of Ampere's generation or later, not {device.name}; use sdpa"
+    return [Problem("model.attention", what)]
 
 
 def _ignored(config: Mapping[str, Any]) -> list[Problem]:

@@ -41,6 +41,8 @@ class Workload:
     """fp32 copies of the weights that the exchange keeps, sharded over the ranks of an island."""
     reduce: Reduce = field(default_factory=Reduce)
     """How gradients are reduced across replicas."""
+    steps: int = 0
+    """Steps of the whole run; 0: the recipe gives epochs, so it depends on the data."""
     ramp_start: int = 0
     """Sequences per step at the start of a batch ramp; 0: no ramp."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -117,6 +118,7 @@ def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
 
 
+@functools.cache
 def _version(name: str) -> str:
     try:
         return version(name)

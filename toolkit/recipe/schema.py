@@ -103,12 +103,12 @@ def _range_problem(value: Any, f: Field[Any]) -> str | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     least, above, most = (f.metadata.get(name) for name in ("least", "above", "most"))
-    if least is not None and value < least:
-        return f"at least {least:g} is required"
     if above is not None and value <= above:
         return f"more than {above:g} is required"
+    if least is not None and value < least:
+        return f"at least {least:g} is required"
     if most is not None and value > most:
-        return f"at most {most:g} is allowed"
+        return f"at most {most:,} is allowed" if isinstance(most, int) else f"at most {most:g} is allowed"
     return None
 
 
@@ -151,5 +151,8 @@ def join(path: str, key: str) -> str:
 
 def show(value: Any) -> str:
     """A value for a message, shortened to 60 characters."""
-    text = "nothing" if value is None else repr(value)
+    try:
+        text = "nothing" if value is None else repr(value)
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+        return f"a {type(value).__name__} too large to show"
     return text if len(text) <= 60 else text[:57] + "..."

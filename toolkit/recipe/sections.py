@@ -67,7 +67,7 @@ class Data:
     """What a row contains, and which part of it is trained on; see docs/data.md."""
     tokenizer: str | None = None
     """Hub id or directory of a tokenizer, or `bytes`; default: the tokenizer of the model."""
-    seq_len: int = number(512, least=2)
+    seq_len: int = number(512, least=2, most=2**30)
     """Tokens per sequence."""
     packing: bool = True
     """Fill sequences with several documents instead of padding; for text, instruction and chat."""
@@ -106,7 +106,7 @@ class Data:
 class Train:
     """Optimisation settings, which mean the same under every strategy."""
 
-    global_batch: int = number(64, least=1)
+    global_batch: int = number(64, least=1, most=2**31)
     """Sequences per step, over all devices."""
     critical_batch: int | None = number(None, least=1)
     """Batch size, in sequences, beyond which a larger batch hardly saves steps; `toolkit scale` warns above it."""
@@ -220,33 +220,37 @@ class ClusterSection:
 
     device: str
     """Device kind, as listed by `toolkit strategies --devices`; `cpu` for processes on the host."""
-    nodes: int = number(1, least=1)
+    nodes: int = number(1, least=1, most=2**20)
     """Number of nodes."""
-    devices_per_node: int = number(8, least=1)
+    devices_per_node: int = number(8, least=1, most=1024)
     """Devices per node."""
-    intra_gb_per_second: float | None = number(None, above=0)
+    intra_gb_per_second: float | None = number(None, above=0, least=1e-6, most=1e6)
     """Bandwidth between two devices of a node, GB/s in one direction; default: that of the device kind."""
-    inter_gbps_per_device: float | None = number(None, above=0)
+    inter_gbps_per_device: float | None = number(None, above=0, least=1e-6, most=1e6)
     """Network bandwidth per device, Gbit/s; default: that of the device kind."""
-    host_memory_gib: float | None = number(None, above=0)
+    host_memory_gib: float | None = number(None, above=0, least=1e-3, most=1e7)
     """Host memory per node, GiB."""
-    nvme_gib: float = number(0.0, least=0)
+    nvme_gib: float = number(0.0, least=0, most=1e9)
     """Local NVMe disk space per node, GiB."""
-    memory_gib: float | None = number(None, above=0)
+    memory_gib: float | None = number(None, above=0, least=1e-3, most=1e6)
     """Memory of one device, GiB; default: that of the device kind."""
-    matmul_tflops: float | None = number(None, above=0)
+    memory_margin: float = number(0.04, least=0, most=0.5)
+    """Share of a device's memory that plans leave free: predictions are not exact, and fragmentation varies."""
+    price_per_device_hour: float | Literal["list"] | None = number(None, least=0, most=1e6)
+    """Price of one device for an hour, in any currency; `list`: the dated table of list prices in US dollars."""
+    matmul_tflops: float | None = number(None, above=0, least=1e-6, most=1e6)
     """Sustained matmul TFLOP/s of one device, as `toolkit probe` measures it; default: that of the device kind."""
-    memory_gb_per_second: float | None = number(None, above=0)
+    memory_gb_per_second: float | None = number(None, above=0, least=1e-3, most=1e7)
     """Memory bandwidth of one device, GB/s; default: that of the device kind."""
-    latency_us: float | None = number(None, above=0)
+    latency_us: float | None = number(None, above=0, most=1e9)
     """Start-up time of a collective inside a node, microseconds."""
-    inter_latency_us: float | None = number(None, above=0)
+    inter_latency_us: float | None = number(None, above=0, most=1e9)
     """Start-up time of a collective across nodes, microseconds."""
-    sites: int = number(1, least=1)
+    sites: int = number(1, least=1, most=1024)
     """Sites (data centres, providers) with a slow link between them; must divide `nodes`."""
-    site_gbps: float | None = number(None, above=0)
+    site_gbps: float | None = number(None, above=0, least=1e-6, most=1e6)
     """Bandwidth of the link between two sites, Gbit/s; required with `sites`."""
-    site_latency_ms: float = number(30.0, least=0)
+    site_latency_ms: float = number(30.0, least=0, most=1e6)
     """Start-up time of a collective across sites, milliseconds."""
 
 

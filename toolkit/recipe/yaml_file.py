@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +48,44 @@ class _StrictLoader(yaml.SafeLoader):
 def parse_yaml(text: str, source: str) -> Any:
     """The value of a YAML text; raises `BadInput` that names `source` if it is not plain YAML."""
     try:
-        found = yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-        _check_size(found)
-        return found
+        loader = _StrictLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
     except (yaml.YAMLError, RecursionError, ValueError, TypeError) as error:
         raise BadInput(source, f"not usable as YAML: {_brief(error)}") from None
 
 
-def _check_size(value: Any) -> None:
-    """Raise `ValueError` for aliases of aliases: a few lines can stand for more values than memory holds."""
-    count, waiting = 0, [value]
+def _check_size(root: yaml.Node) -> None:
+    """Raise `ValueError` for aliases of aliases (a few lines can stand for more values than memory holds) and cycles.
+
+    Values are counted before they are constructed, because PyYAML copies what merge keys (`<<`) refer to.
+    """
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+    waiting = [root]
     while waiting:
-        count += 1
-        if count > MAX_VALUES:
+        node = waiting[-1]
+        inside = list(_children(node))
+        if id(node) not in sizes and id(node) not in open_nodes:
+            open_nodes.add(id(node))
+            if any(id(child) in open_nodes for child in inside):
+                raise ValueError("a value contains itself through an alias")
+            waiting += [child for child in inside if id(child) not in sizes]
+            continue
+        waiting.pop()
+        open_nodes.discard(id(node))
+        sizes[id(node)] = 1 + sum(sizes[id(child)] for child in inside)
+        if sizes[id(node)] > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values, aliases included")
-        one = waiting.pop()
-        waiting += one.values() if isinstance(one, dict) else one if isinstance(one, list | tuple | set) else ()
+
+
+def _children(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return (part for pair in node.value for part in pair)
+    return node.value if isinstance(node, yaml.SequenceNode) else ()
 
 
 def read_yaml(path: Path) -> Any:
@@ -72,7 +96,10 @@ def read_yaml(path: Path) -> Any:
 def read_text(path: Path) -> str:
     """Contents of a small text file; raises `BadInput` if it is missing or can't be read."""
     try:
-        if path.stat().st_size > MAX_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise BadInput(str(path), "is a device or a pipe; a file is required")
+        if found.st_size > MAX_BYTES:
             raise BadInput(str(path), f"larger than {MAX_BYTES:,} bytes; a recipe or cluster file is small")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

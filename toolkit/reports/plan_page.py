@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from toolkit.planner.search import Decision, Option, limits
+from toolkit.planner.search import Decision, Option, limits, margin_bytes
 from toolkit.plans.plan import Job, Plan
 from toolkit.recipe.sections import AXES
 from toolkit.reports.template import fill
@@ -23,6 +23,7 @@ def render(decision: Decision, job: Job, recipe_text: str) -> str:
         "title": f"{recipe.get('name', 'recipe')} on {job.cluster.devices} × {job.cluster.device.name}",
         "subtitle": _subtitle(decision, job),
         "memory_limit": limit,
+        "memory_margin": margin_bytes(job),
         "host_limit": host_limit,
         "ranked": [_option(option, recipe) for option in decision.ranked[:SHOWN]],
         "refused": [

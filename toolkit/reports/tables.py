@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -20,13 +21,18 @@ NOT_SYNCHRONOUS = "local_sgd does not give the result of synchronous training: i
 
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     """Print the ranked plans, the bottleneck of each, and one line per refusal."""
-    table = Table(title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen")
-    for heading in ("", "plan", "step", "tokens/s", "MFU", "start", "memory", "of"):
-        table.add_column(heading, justify="left" if heading == "plan" else "right")
+    table = Table(
+        title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for heading in ("", "plan", "step", "±", "tokens/s", "MFU", "start", "memory"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right", no_wrap=heading != "plan")
     for rank, option in enumerate(decision.ranked[:top], 1):
         table.add_row(str(rank), escape(option.plan.describe()), *_cells(option))
     if decision.ranked:
         console.print(table)
+        for line in _about(decision):
+            console.print(line, highlight=False)
     for rank, option in enumerate(decision.ranked[:top], 1):
         console.print(f"{rank}: {bottleneck(option.plan, option.estimate.time)}", highlight=False)
     if decision.chosen is not None and decision.chosen.plan.islands > 1:
@@ -34,6 +40,22 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     for refusal in shown_refusals(decision):
         what = refusal.plan.describe() if refusal.plan else refusal.strategy
         console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
+
+
+def _about(decision: Decision) -> Iterator[str]:
+    """What the columns mean, and what the first plan costs."""
+    first = decision.ranked[0].estimate
+    usable = (first.memory_limit_bytes - first.memory_margin_bytes) / GIB
+    margin = first.memory_margin_bytes / first.memory_limit_bytes
+    yield f"start and memory: GiB of {usable:.1f} per device ({first.memory_limit_bytes / GIB:.1f} less {margin:.0%})"
+    equal = sum(decision.overlaps_best(option) for option in decision.ranked)
+    if equal > 1:
+        yield f"± holds for 8 of 10 runs; {equal} plans overlap with the first: it is the simplest of the fastest"
+    money = first.money
+    if money is not None and money.per_billion_tokens is not None:
+        run = f", {money.run:,.2f} for the run" if money.run is not None else ""
+        energy = f"; {money.kwh_per_billion_tokens:,.0f} kWh" if money.kwh_per_billion_tokens is not None else ""
+        yield f"a billion tokens cost {money.per_billion_tokens:,.0f}{energy}{run}"
 
 
 def plain(console: Console) -> Callable[[str], None]:
@@ -52,12 +74,17 @@ def _cells(option: Option) -> tuple[str, ...]:
     used = f"{estimate.memory.total / GIB:.2f}"
     return (
         f"{estimate.time.total * 1000:,.0f} ms",
+        f"{_half_width(option):.0%}",
         f"{estimate.tokens_per_second:,.0f}",
         f"{estimate.mfu:.1%}",
         f"{estimate.memory.start / GIB:.2f}",
         used if estimate.fits else f"[red]{used}[/]",
-        f"{estimate.memory_limit_bytes / GIB:.1f} GiB",
     )
+
+
+def _half_width(option: Option) -> float:
+    low, high = option.estimate.step_seconds
+    return (high - low) / 2 / option.estimate.time.total
 
 
 def shown_refusals(decision: Decision, each: int = 2) -> list[Refusal]:

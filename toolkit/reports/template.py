@@ -6,7 +6,29 @@ import json
 from pathlib import Path
 from typing import Any
 
+from toolkit.errors import BadInput
+
 PAGES = Path(__file__).resolve().parent / "pages"
+
+
+ELSEWHERE = "give the name of a file, in a directory that exists, on a disk with space"
+
+
+def check_writable(path: Path) -> None:
+    """Raise `BadInput` before any work if a page can't be written there."""
+    if path.is_dir():
+        raise BadInput(str(path), f"can't be written: is a directory; {ELSEWHERE}")
+    if not path.parent.is_dir():
+        raise BadInput(str(path), f"can't be written: no such directory; {ELSEWHERE}")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page; raise `BadInput` if the place can't be written to."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise BadInput(str(path), f"can't be written: {reason}; {ELSEWHERE}") from error
 
 
 def fill(page: str, data: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import strategies as registry
+from toolkit.clusters.reader import MOST_DEVICES
 from toolkit.errors import BadInput
 from toolkit.planner.search import Decision, Option, decide
 from toolkit.plans.plan import Job, Plan, Refusal
@@ -21,6 +22,9 @@ DIMINISHING = 0.5
 """More devices do not pay off if throughput grows by less than this fraction of their growth."""
 TRAFFIC = ("tp_comm", "sp_comm", "pp_bubble", "pp_comm", "dp_comm")
 """Parts of a step in which a device waits for others."""
+
+MOST_SIZES = 64
+"""Numbers of devices on one curve."""
 
 Propose = Callable[[Job], Iterable[Plan | Refusal]]
 
@@ -55,6 +59,7 @@ def parse_devices(text: str) -> list[int]:
         if ".." in text:
             low, high = (int(part) for part in text.split("..", 1))
             sizes = [low * 2**power for power in range(64) if low * 2**power <= high]
+            sizes += [high] if high > MOST_DEVICES else []
         else:
             sizes = [int(part) for part in text.split(",")]
     except ValueError:
@@ -63,6 +68,9 @@ def parse_devices(text: str) -> list[int]:
         raise BadInput(
             "--devices", f"{text!r} given; at least one number of devices is required, and each must be at least 1"
         )
+    if max(sizes) > MOST_DEVICES or len(sizes) > MOST_SIZES:
+        what = f"{text[:40]!r} given; at most {MOST_SIZES} numbers of at most {MOST_DEVICES:,} devices are allowed"
+        raise BadInput("--devices", what)
     return sorted(set(sizes))
 
 
@@ -98,8 +106,12 @@ def _reason(decision: Decision) -> str:
 
 
 def efficiencies(points: Sequence[Point]) -> list[float]:
-    """Return tokens per second per device, relative to the smallest number of devices that has a plan."""
-    base = next((p.tokens_per_second / p.devices for p in points if p.option), 0.0)
+    """Return tokens per second per device, relative to the best of all sizes.
+
+    The smallest size is no measure: its plan may offload or recompute for lack of memory, and larger ones would seem
+    to be more than perfect.
+    """
+    base = max((p.tokens_per_second / p.devices for p in points if p.option), default=0.0)
     return [p.tokens_per_second / p.devices / base if base else 0.0 for p in points]
 
 

@@ -11,12 +11,13 @@ from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run, trai
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Model
 from toolkit.run_dir.trajectory import Trajectory
-from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models.build import fill, open_weights, skeleton
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.proofs.coverage import tiny_model
-from toolkit.runtime.sharding import shard_model, sharding_plan
+from toolkit.runtime.sharding import collectives, shard_model, sharding_plan
 from toolkit.runtime.sharding.collectives import TensorGroup
-from toolkit.runtime.sharding.shard_model import shard
+from toolkit.runtime.sharding.shard_model import loss_in_shards, shard
+from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 TWO = Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32")
@@ -89,3 +90,35 @@ def test_analysis_finds_pairs_and_falls_back_to_gathered_linears() -> None:
 def test_collectives_of_one_rank_change_nothing() -> None:
     tensor = torch.arange(6.0).view(2, 3)
     assert torch.equal(TensorGroup(None, 0, 1).cut(tensor), tensor)
+
+
+def reductions_on_rank() -> tuple[int, int, int]:
+    """Layers of a Llama, and reductions of hidden states in its forward and its backward pass."""
+    section = tiny_model("llama")
+    shards = skeleton(section)
+    group = TensorGroup(torch.distributed.group.WORLD, torch.distributed.get_rank(), 2)
+    vocabulary = shard(shards, group, sliced_logits=True)
+    assert isinstance(vocabulary, VocabularyLoss)
+    loss = loss_in_shards(shards, group, vocabulary)
+    fill(shards, open_weights(section, 0))
+    ids = torch.arange(8).view(1, 8)
+    seen: list[int] = []
+    reduce = collectives.dist.all_reduce
+
+    def counted(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+        seen.append(tensor.numel())
+        return reduce(tensor, *args, **kwargs)
+
+    collectives.dist.all_reduce = counted
+    loss.expect(ids)
+    total = loss(shards(input_ids=ids, use_cache=False).logits, ids)
+    hidden = ids.numel() * shards.config.hidden_size
+    forward = seen.count(hidden)
+    total.backward()  # type: ignore[no-untyped-call]
+    return shards.config.num_hidden_layers, forward, seen.count(hidden) - forward
+
+
+def test_every_input_of_a_sharded_region_is_reduced_once() -> None:
+    """Query, key and value share an input, and so do gate and up: 2 reductions per layer and direction, and 1."""
+    for layers, forward, backward in call_on_ranks(reductions_on_rank, nproc=2):
+        assert (forward, backward) == (2 * layers + 1, 2 * layers + 1)

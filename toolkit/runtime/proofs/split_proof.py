@@ -49,6 +49,9 @@ class ThreadGroup(SequenceGroup):
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor)).sum(0)
 
+    def sum_into(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self.sum(tensor))
+
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor)).amax(0)
 

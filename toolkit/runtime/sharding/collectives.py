@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import deepspeed.comm as dist
@@ -18,6 +19,25 @@ class TensorGroup:
         self.group = group
         self.index = index
         self.ranks = ranks
+        self._entered: tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor] | None = None
+        """The last value that entered a sharded region, its version and mode, and what it became there."""
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A replicated value that several sharded linears read (query, key and value, or gate and up) enters once.
+
+        Its gradient is then reduced once, after autograd has summed what the linears give it.
+        """
+        mode = (tensor._version, torch.is_grad_enabled())
+        if self._entered is None or self._entered[0]() is not tensor or self._entered[1] != mode:
+            entered: torch.Tensor = _CopyIn.apply(tensor, self, True)  # type: ignore[no-untyped-call]
+            self._entered = (weakref.ref(tensor), mode, entered)
+        return self._entered[2]
+
+    def sum_into(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in the tensor itself if it is contiguous."""
+        total = tensor.contiguous()
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in a new tensor."""
@@ -51,12 +71,12 @@ class TensorGroup:
 
 def copy_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """A replicated value enters a sharded region; its gradient is summed over ranks."""
-    return _CopyIn.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _CopyIn.apply(tensor, group, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def sum_out(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Partial results leave a sharded region as their sum."""
-    return _SumOut.apply(tensor, group)  # type: ignore[no-untyped-call, no-any-return]
+def sum_out(tensor: torch.Tensor, group: TensorGroup, *, in_place: bool = False) -> torch.Tensor:
+    """Partial results leave a sharded region as their sum. `in_place`: nothing else reads the partial results."""
+    return _SumOut.apply(tensor, group, in_place)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def join_out(tensor: torch.Tensor, size: int, group: TensorGroup) -> torch.Tensor:
@@ -76,23 +96,27 @@ def whole_weight(piece: torch.Tensor, dim: int, group: TensorGroup) -> torch.Ten
 
 class _CopyIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, own: bool) -> torch.Tensor:
+        ctx.group, ctx.own = group, own
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.sum(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # The gradient of a linear's input is a new tensor; other modules may pass one on that is used elsewhere, too.
+        return ctx.group.sum_into(gradient) if ctx.own else ctx.group.sum(gradient), None, None
 
 
 class _SumOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        return group.sum(tensor)
+    def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, in_place: bool) -> torch.Tensor:
+        if not (in_place and tensor.is_contiguous()):
+            return group.sum(tensor)
+        ctx.mark_dirty(tensor)
+        return group.sum_into(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient, None, None
 
 
 class _JoinOut(torch.autograd.Function):

@@ -14,7 +14,7 @@ from toolkit.runtime.models.head_loss import HeadLoss, Transform, install
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.parameter_shards import is_partial, layout_of
 from toolkit.runtime.sharding import styles
-from toolkit.runtime.sharding.collectives import TensorGroup, copy_in
+from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.sharding_plan import DIVIDED, tensor_styles
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, head_name
 
@@ -81,7 +81,7 @@ def shard(
 def loss_in_shards(model: PreTrainedModel, group: TensorGroup, loss: VocabularyLoss) -> HeadLoss:
     """Let the shards of a head that is sliced by vocabulary compute the loss."""
     in_head = HeadLoss(Transform.of(model.config), group, loss.start)
-    install(model, in_head, lambda hidden: copy_in(hidden, group))
+    install(model, in_head, group.enter)
     return in_head
 
 

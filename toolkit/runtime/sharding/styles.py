@@ -82,7 +82,7 @@ def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int =
 
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            y = inner(copy_in(x, group), *args, **kwargs)
+            y = inner(group.enter(x), *args, **kwargs)
             return join_out(y, size, group) if gather else y
 
         return run
@@ -98,7 +98,7 @@ def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor) -> torch.Tensor:
             weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            y = sum_out(linear(cut_in(x, group) if split else x, weight), group)
+            y = sum_out(linear(cut_in(x, group) if split else x, weight), group, in_place=True)
             return y if module.bias is None else y + module.bias  # once, after the sum
 
         return run
@@ -120,7 +120,7 @@ def vocabulary(module: torch.nn.Embedding, sharder: Sharder) -> None:
         def run(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             foreign = (ids < start) | (ids >= end)
             found = inner((ids - start).masked_fill(foreign, 0), *args, **kwargs)
-            return sum_out(found.masked_fill(foreign.unsqueeze(-1), 0.0), group)
+            return sum_out(found.masked_fill(foreign.unsqueeze(-1), 0.0), group, in_place=True)
 
         return run
 
