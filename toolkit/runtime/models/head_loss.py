@@ -141,6 +141,11 @@ def _width(rows: int) -> int:
     return max(256, BLOCK_ELEMENTS // max(1, rows))
 
 
+def _columns(weight: torch.Tensor, rows: int) -> Iterator[tuple[int, int]]:
+    """Blocks of the vocabulary; a rehearsal runs a few of them, since all are alike."""
+    yield from _blocks(len(weight), _width(rows))
+
+
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -154,7 +159,7 @@ class _BlockLoss(torch.autograd.Function):
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         top = rows.new_full((len(rows),), float("-inf"), dtype=wide)
         total, target, best = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(labels)
-        for low, high in _blocks(len(weight), _width(len(rows))):
+        for low, high in _columns(weight, len(rows)):
             logits = spec.logits(rows, weight[low:high], None if bias is None else bias[low:high])
             inside, places = spec.own(labels, low, high)
             target += logits.gather(1, places)[:, 0].masked_fill(~inside, 0.0)
@@ -227,7 +232,7 @@ class _Backward:
         """One pass over the vocabulary. Sums of the hidden states' gradient are fp32; the weight's needs no sums."""
         hidden = torch.zeros_like(self.rows, dtype=self.spread.dtype)
         weight, bias = self._empty(wants_weight)
-        for low, high in _blocks(len(self.weight), _width(len(self.rows))):
+        for low, high in _columns(self.weight, len(self.rows)):
             block = self.of_logits(slice(None), low, high)
             hidden += block @ self.weight[low:high]
             if weight is not None:
@@ -243,10 +248,10 @@ class _Backward:
         parts = [slice(low, high) for low, high in _blocks(len(self.rows), chunk)]
         for tokens in parts:
             total = torch.zeros_like(self.rows[tokens], dtype=self.spread.dtype)
-            for low, high in _blocks(len(self.weight), _width(chunk)):
+            for low, high in _columns(self.weight, chunk):
                 total += self.of_logits(tokens, low, high) @ self.weight[low:high]
             hidden[tokens] = total
-        for low, high in _blocks(len(self.weight), _width(chunk)) if weight is not None or bias is not None else ():
+        for low, high in _columns(self.weight, chunk) if weight is not None or bias is not None else ():
             sums = torch.zeros_like(self.weight[low:high], dtype=self.spread.dtype)
             column = sums.new_zeros(high - low)
             for tokens in parts:
