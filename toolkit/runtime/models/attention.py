@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import inspect
 import json
@@ -271,22 +272,27 @@ def why_not(config: PretrainedConfig, task: str | None) -> str:
 
 @functools.cache
 def _tried(config: str, task: str | None) -> str:
-    builder = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
-    values = json.loads(config)
-    kind = values.pop("model_type")
     with torch.random.fork_rng(devices=[]):
         try:
-            with torch.device("meta"):
-                size = sum(p.numel() for p in builder.from_config(AutoConfig.for_model(kind, **values)).parameters())
-            if size > LARGEST:
-                return f"its tiny model has {size:,} parameters, too many for a trial"
-            own, ours = (_tiny(builder, AutoConfig.for_model(kind, **values)) for _ in range(2))
-            ours.set_attn_implementation(NAMES["by_document"])
-            if ours.config._attn_implementation != NAMES["by_document"]:
-                return "it does not use transformers' registry of attention functions"
-            return max((_difference(own, ours, micro) for micro in _trial_batches()), key=len)
+            return _trial(json.loads(config), task)
         except Exception as error:
             return f"a trial on a tiny model failed: {first_line(error)}"
+        finally:
+            gc.collect()  # models hold themselves in cycles: their tensors would be counted as the run's
+
+
+def _trial(values: dict[str, Any], task: str | None) -> str:
+    builder = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+    kind = values.pop("model_type")
+    with torch.device("meta"):
+        size = sum(p.numel() for p in builder.from_config(AutoConfig.for_model(kind, **values)).parameters())
+    if size > LARGEST:
+        return f"its tiny model has {size:,} parameters, too many for a trial"
+    own, ours = (_tiny(builder, AutoConfig.for_model(kind, **values)) for _ in range(2))
+    ours.set_attn_implementation(NAMES["by_document"])
+    if ours.config._attn_implementation != NAMES["by_document"]:
+        return "it does not use transformers' registry of attention functions"
+    return max((_difference(own, ours, micro) for micro in _trial_batches()), key=len)
 
 
 def _tiny(builder: Any, config: PretrainedConfig) -> Any:
@@ -295,7 +301,7 @@ def _tiny(builder: Any, config: PretrainedConfig) -> Any:
 
 
 def _trial_batches() -> list[MicroBatch]:
-    """Rows that are plain, padded on the right and on the left, and packed with different bounds."""
+    """Rows that are plain, padded on the right, and packed with different bounds."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY - 1, (2, 12), generator=generator)
     mask = torch.ones_like(ids)

@@ -60,13 +60,16 @@ def by_document(
 ) -> torch.Tensor:
     """SDPA inside each document; neighbours of the same length are one batch. Exact on every device and type."""
     sizes = [count * length for count, length in documents.runs]
-    outputs = []
-    for run, q, k, v in zip(
-        documents.runs, *(torch.split(tensor, sizes) for tensor in (query, key, value)), strict=True
-    ):
-        inside = _inside(_batched(q, run), _batched(k, run), _batched(v, run), ask)
-        outputs.append(inside.transpose(1, 2).flatten(0, 1))
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    parts = (torch.split(tensor, sizes) for tensor in (query, key, value))
+    return torch.cat([_run(q, k, v, run, ask) for run, q, k, v in zip(documents.runs, *parts, strict=True)])
+
+
+def _run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: tuple[int, int], ask: Request
+) -> torch.Tensor:
+    """Attention inside neighbouring documents of one length, as one batch."""
+    inside = _inside(_batched(query, run), _batched(key, run), _batched(value, run), ask)
+    return inside.transpose(1, 2).flatten(0, 1)
 
 
 def _batched(tokens: torch.Tensor, run: tuple[int, int]) -> torch.Tensor:
@@ -200,6 +203,8 @@ def attend(
         # Kernels take one width for all three; SDPA's math kernel, which takes any, would hold all scores.
         value = pad(value, (0, query.shape[-1] - width))
     kernel = by_document if choice.why_not(query, ask) else choice.kernel
+    if kernel is by_document and documents.runs == [(rows, query.shape[2])]:  # plain rows: nothing to split and join
+        return _inside(query, key, value, ask).transpose(1, 2)[..., :width]
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     output = kernel(q, k, v, documents, ask)
     return output.view(rows, -1, *output.shape[1:])[..., :width]
