@@ -21,7 +21,7 @@ from toolkit.units import GIB
 CACHE_NAME = "rehearsals.json"
 LIBRARIES = ("torch", "deepspeed", "transformers", "zero-toolkit")
 WITHOUT_EFFECT = ("steps", "epochs", "lr", "warmup", "schedule", "seed", "weight_decay", "betas", "eval_every")
-"""Keys of `train` that do not change what a rank holds or sends."""
+"""Keys of `train` and of DeepSpeed's optimizer that do not change what a rank holds or sends."""
 Report = Callable[[str], object]
 
 
@@ -93,7 +93,10 @@ def _file(cache: Path | None) -> VerdictFile:
 def _key(resolved: Resolved) -> str:
     """Cache key: all that a rank is rehearsed from, and the versions of the code that it runs."""
     spec = asdict(spec_of(resolved, resolved.chosen.plan))
-    spec["train"] = {key: value for key, value in spec["train"].items() if key not in WITHOUT_EFFECT}
+    optimizer = spec["deepspeed"].get("optimizer") or {}
+    for section in (spec["train"], optimizer.get("params", {})):
+        for key in WITHOUT_EFFECT:
+            section.pop(key, None)
     limit = resolved.chosen.estimate.memory_limit_bytes
     what = json.dumps([spec, limit, installed(LIBRARIES)], sort_keys=True, default=str)
     return f"{resolved.chosen.plan.strategy}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
