@@ -48,6 +48,8 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
     ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,
     ("toolkit/runtime/sharding/shard_model.py", "finish"): False,
+    ("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): False,
+    ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): False,
     ("transformers/masking_utils.py", "find_packed_sequence_indices"): False,
 }
 """(end of the file's path, function) → the number that it gets."""
