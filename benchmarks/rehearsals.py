@@ -252,7 +252,11 @@ def predicted(words: list[str]) -> int:
         difference = result.predicted_bytes / step.device_peak_bytes - 1
         differences.append(abs(difference))
         sizes = f"{result.predicted_bytes / GIB:8.2f} {step.device_peak_bytes / GIB:8.2f}"
-        print(f"{name:34} {sizes} {difference:+7.1%} {time.perf_counter() - began:4.0f} s", flush=True)
+        print(
+            f"{name:34} {sizes} {difference:+7.1%} {time.perf_counter() - began:4.0f} s, "
+            f"{fullest.cpu_seconds:.0f} s of CPU, layers {fullest.ran_layers}",
+            flush=True,
+        )
         print("    predicted " + _parts({part: memory[part] for part in map(model_part, PARTS)}))
         print(f"    rank {fullest.rank:4} " + _parts(step.parts), flush=True)
         off = {part: error for part, error in part_errors(result).items() if abs(error) > 0.1}

@@ -85,7 +85,7 @@ def divisors(number: int) -> list[int]:
 
 DENSE = 16
 """Every micro-batch up to this one is tried."""
-SPARSE = 1.4
+SPARSE = 1.9
 """Beyond it, a micro-batch is tried only if it is this many times the one before: they hardly differ in speed."""
 LARGEST = 65536
 """Largest micro-batch that is tried unless the recipe fixes one."""

@@ -90,10 +90,12 @@ def test_random_recipes(recipe: dict[str, Any]) -> None:
     advise(resolved.recipe, resolved.job, resolved.decision)
     json.dumps(shown, allow_nan=False)
     assert time.thread_time() - started < LONGEST_SECONDS
+    # By convention MFU counts the full square of attention, of which causal kernels compute half.
+    most = 0.75 if recipe["data"]["seq_len"] <= 4096 else 0.95
     fixed = resolved.decision.considered == 1
     for option in resolved.decision.ranked:
         estimate = option.estimate
-        assert 0 < estimate.mfu <= 0.75
+        assert 0 < estimate.mfu <= most
         assert estimate.time.total > 0
         assert fixed or estimate.memory.total <= estimate.memory_limit_bytes - estimate.memory_margin_bytes
         low, high = estimate.step_seconds

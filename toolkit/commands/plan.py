@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from toolkit.reports.plan_page import render
 from toolkit.reports.tables import show_decision, show_notes
 from toolkit.reports.template import check_writable, write_page
 from toolkit.sessions.advice import advise
+from toolkit.sessions.rehearsal_verdict import known_verdict, rehearsed
 from toolkit.sessions.resolve import plan_notes, resolve
 
 
@@ -28,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective", default="throughput", help="what to rank by: throughput (default), time, cost or memory"
     )
     parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="rehearse the chosen plan on fake tensors; if it does not fit, the next one",
+    )
+    parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write an HTML page with all plans: memory, time, refusals"
     )
 
@@ -37,12 +45,18 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         check_writable(args.html)
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
+    if args.rehearse:
+        resolved = rehearsed(resolved, partial(print, file=sys.stderr, flush=True))
     if args.html:
         write_page(args.html, render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)))
     notes, advice = plan_notes(resolved), advise(resolved.recipe, resolved.job, resolved.decision)
     if args.json:
         found = asdict(advice) if advice else None
-        print(json.dumps({**resolved.decision.to_json(), "notes": notes, "advice": found}, indent=1))
+        decision = {**resolved.decision.to_json(), "notes": notes, "advice": found}
+        if args.rehearse:
+            known = known_verdict(resolved) if resolved.decision.chosen else None
+            decision["rehearsal"] = asdict(known) if known else None
+        print(json.dumps(decision, indent=1))
     else:
         console = Console()
         show_decision(resolved.decision, console, args.top)

@@ -31,12 +31,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print recipe, plan, DeepSpeed config and commands; start nothing"
     )
+    parser.add_argument(
+        "--no-rehearse",
+        action="store_true",
+        help="start without a rehearsal of the plan on fake tensors (plans for CPUs have none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile or a Ray cluster."""
     console, options = Console(), read_launch_options(args)
-    resolved = prepare_training(read_recipe(args), args.nproc, options, plain(console), prove_splits=not args.dry_run)
+    resolved = prepare_training(
+        read_recipe(args),
+        args.nproc,
+        options,
+        plain(console),
+        prove_splits=not args.dry_run,
+        rehearses=not args.no_rehearse,
+    )
     if resolved.decision.chosen is None:
         show_decision(resolved.decision, console)
     _ = resolved.chosen  # raises if no plan fits

@@ -7,7 +7,7 @@ from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, layer_shape, of_plan, quantized_width
 from toolkit.cost.operators import LayerShape
 from toolkit.cost.optimizer_step import MOMENTS, state_shards
-from toolkit.cost.start import start_bytes
+from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
 from toolkit.plans.deepspeed_config import bucket_elements
 from toolkit.plans.plan import Job, Plan
 
@@ -17,8 +17,6 @@ LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 IN_USE_LAYERS = 1.5
 """Further layers that ZeRO 3 has gathered: the one in use, and on average half of the next."""
-PINNED_BUFFERS = 1.1
-"""Host memory for offload relative to the tensors themselves: pinned staging buffers come on top."""
 
 
 def memory(plan: Plan, job: Job) -> Memory:
@@ -47,46 +45,62 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         "buffers": _buffers(e, params),
     }
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
-        parts["optimizer"] += _exchange_bytes(e, params)
+        parts["optimizer"] += exchange_bytes(e, params)
     kept = kept_bytes(e, layers, _in_flight(e, index))
-    parts["activations"] = _peak(e, kept, parts, last=index == e.pp - 1)
+    parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
     if _without_buckets(e, parts):
         parts["buffers"] = 0.0
     parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
-    parts["host"] = _host_bytes(e, params)
+    parts["host"] = host_bytes(e, params, _state_bytes(e, params) / state_shards(e))
     start = start_bytes(e, params, _buffers(e, params))
     parts["start"], parts["host_start"] = start.device + _overhead(e, start.device, cal), start.host
     return Memory(**{name: int(size) for name, size in parts.items()})
 
 
-def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> float:
-    """Activation bytes at the peak, not counting logits and gradients, which are parts of their own.
+def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> tuple[float, float]:
+    """Activation bytes at the peak, not counting gradients, and the bytes of head and loss there.
 
-    The peak is the end of the forward pass, with logits, or the backward pass of a layer. DeepSpeed frees gradients
-    after the update, so with one micro-batch they grow only as activations are freed. A stage that receives gradients
-    from the next one also holds these.
+    The peak is in the head and the loss, in the backward pass of the final norm, or in that of a layer. DeepSpeed frees
+    gradients after the update, so with one micro-batch they grow only as activations are freed. A stage that receives
+    gradients from the next one also holds these.
     """
     live, logits, grads = live_bytes(e), parts["logits"], parts["grads"]
-    tail = logits
+    at_head, at_norm = logits, 0.0
     if e.drops_gradients and logits:  # the toolkit's own runs: the final norm is between logits and layers
-        norm = last_norm_bytes
-        tail = logits + norm(e, LAST_NORM_KEPT)
-        if e.pp == 1:  # the last stage of a pipeline has freed the gradients of the logits by then
-            tail = max(tail, norm(e, LAST_NORM_LIVE))
+        at_head, at_norm = _tails(e)
+        if _makes_buckets_late(e) and not _without_buckets(e, parts):
+            at_head = 0.0
+    tail = max(at_head, at_norm)
+    if e.drops_gradients and loss_in_blocks(e) and logits and e.pp == 1 and (at_head < tail or tail < live):
+        logits = head_gradient_bytes(e) if tail > live else 0.0
     if e.drops_gradients and not last:
         kept += ARRIVED * layer_input_bytes(e)
     stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
     if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
-        return kept + max(tail, live) - logits
-    return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads)
+        return kept + max(tail, live) - logits, logits
+    return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads), logits
+
+
+def _tails(e: Execution) -> tuple[float, float]:
+    """Bytes beyond what layers keep, in the toolkit's own runs: in head and loss, and in the final norm after them.
+
+    The last stage of a pipeline has freed the gradients of the logits when the norm goes backward.
+    """
+    at_norm = last_norm_bytes(e, LAST_NORM_LIVE) + (head_gradient_bytes(e) if loss_in_blocks(e) else 0.0)
+    return logit_bytes(e) + last_norm_bytes(e, LAST_NORM_KEPT), at_norm if e.pp == 1 else 0.0
+
+
+def _makes_buckets_late(e: Execution) -> bool:
+    """Whether buckets are made when the first gradient arrives: the head's, so the loss has none yet (rehearsed)."""
+    return e.drops_gradients and e.zero_stage in (1, 2) and e.cluster.device.backend != "cpu" and e.pp == 1
 
 
 def _without_buckets(e: Execution, parts: dict[str, float]) -> bool:
-    """Whether the peak is where the gradients of the logits appear: ZeRO 1 and 2 have no buckets yet (rehearsed)."""
-    late = e.drops_gradients and e.zero_stage in (1, 2) and e.cluster.device.backend != "cpu" and e.pp == 1
-    return late and parts["logits"] > live_bytes(e) + parts["buffers"]
+    """Whether the peak is in the loss, before there are buckets."""
+    at_head, at_norm = _tails(e)
+    return _makes_buckets_late(e) and at_head > max(at_norm, live_bytes(e)) + parts["buffers"]
 
 
 def _last_layers(e: Execution) -> int:
@@ -234,24 +248,6 @@ def _overhead(e: Execution, live: float, cal: Calibration) -> float:
     return fixed + cal.fragmentation * live
 
 
-def _host_bytes(e: Execution, params: float) -> float:
-    """Bytes on the host of one node for what its devices offload: states, gradients, weights, pinned buffers."""
-    ranks = min(e.cluster.devices_per_node, e.cluster.devices)
-    outer = 0.0 if e.cluster.device.backend == "cpu" else _exchange_bytes(e, params) * ranks
-    if not e.offload.startswith("cpu"):
-        return outer
-    shard = params * e.trained_share / state_shards(e)
-    total = _state_bytes(e, params) / state_shards(e) + 4 * shard
-    if e.offload == "cpu_params":
-        total += e.element_bytes * params / state_shards(e)
-    return outer + PINNED_BUFFERS * total * ranks
-
-
-def _exchange_bytes(e: Execution, params: float) -> float:
-    """Bytes per rank for the exchange between islands: its part of the weights, and the outer optimizer states."""
-    return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0
-
-
 SCORES = {"eager": 8.0, "kernels": 2.0, "compiled": 2.0}
 """Stored bytes per attention score: the softmax output, and its fp32 copy in eager Hugging Face attention."""
 SCORES_DROPOUT = 3.0
@@ -260,6 +256,9 @@ LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
 """Bytes per logit: 16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
 FP32_LOGIT_BYTES = 12.0
 """Bytes per logit in fp32: logits, probabilities and gradient."""
+BLOCK_ELEMENTS, WHOLE_ELEMENTS, SUM_ELEMENTS, LEAST_COLUMNS = 2**25, 2**27, 2**26, 256
+"""Sizes of the toolkit's loss, as in `runtime/models/head_loss.py`, which this package can't import (a test compares):
+logits of a block, logits that a CPU makes at once, fp32 sums of the hidden states' gradient, columns of a block."""
 LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 """Tensors of the final norm, each as wide as the model: kept by its forward pass, and live in its backward pass."""
 PIPELINE_BUFFERS = 2
@@ -350,10 +349,36 @@ def live_bytes(e: Execution) -> float:
 
 
 def logit_bytes(e: Execution) -> float:
-    """Bytes of the logits, their fp32 copy and gradient on the last stage."""
+    """Bytes of head and loss on the last stage: logits, their fp32 copy and gradient, or one block of them.
+
+    The toolkit's loss also makes the gradient of the head's weights, which other software counts as a gradient.
+    """
+    if e.drops_gradients and loss_in_blocks(e):
+        return _block_loss_bytes(e) + head_gradient_bytes(e)
     own = e.element_bytes == 4 or e.drops_gradients  # the toolkit's loss takes fp32 logits; 16-bit ones are freed
     each = FP32_LOGIT_BYTES if own else LOGIT_BYTES[e.software.fusion]
     return each * e.slice.tokens * e.model.vocab / e.tp
+
+
+def loss_in_blocks(e: Execution) -> bool:
+    """Whether the toolkit's head computes the loss block by block (`runtime/models/head_loss.py`)."""
+    most = WHOLE_ELEMENTS if e.cluster.device.backend == "cpu" else BLOCK_ELEMENTS
+    return e.tp > 1 or e.slice.tokens * e.model.vocab > most
+
+
+def head_gradient_bytes(e: Execution) -> float:
+    """Bytes of the gradient of the head's weights; under adapters the head is frozen."""
+    return 0.0 if e.lora_rank else e.element_bytes * e.model.vocab * e.model.hidden / e.tp
+
+
+def _block_loss_bytes(e: Execution) -> float:
+    """Bytes of the backward pass of the loss in blocks: sums of the hidden states' gradient, and one block."""
+    tokens, hidden, width = e.slice.tokens, e.model.hidden, e.element_bytes
+    chunk = min(tokens, SUM_ELEMENTS // hidden)  # longer sequences take two passes
+    block = min(max(BLOCK_ELEMENTS, LEAST_COLUMNS * chunk), chunk * e.model.vocab / e.tp)
+    copy = width if width < 4 else 0  # a block's gradient is rounded to the precision of the run
+    work = max((4 + copy) * block, width * (block + chunk * hidden))
+    return 4 * chunk * hidden + work + (width * tokens * hidden if chunk < tokens else 0.0)
 
 
 def last_norm_bytes(e: Execution, tensors: int) -> float:

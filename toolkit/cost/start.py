@@ -1,4 +1,4 @@
-"""Bytes that a device and its host hold while a run starts: what DeepSpeed's engine makes from the first weights."""
+"""Bytes that a device and its host hold while a run starts, and that a host holds for its devices afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, quantized_width
 from toolkit.cost.optimizer_step import state_shards
 from toolkit.units import GIB
+
+PINNED_BUFFERS = 1.1
+"""Host memory for offload relative to the tensors themselves: pinned staging buffers come on top."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,23 @@ def _offloaded(e: Execution, params: float) -> float:
         return 0.0
     shard = params * e.trained_share / state_shards(e)
     return 8.0 * shard + (e.element_bytes * params / state_shards(e) if e.offload == "cpu_params" else 0.0)
+
+
+def host_bytes(e: Execution, params: float, states: float) -> float:
+    """Bytes on the host of one node for what its devices offload: `states` of each, gradients, weights, buffers."""
+    ranks = min(e.cluster.devices_per_node, e.cluster.devices)
+    outer = 0.0 if e.cluster.device.backend == "cpu" else exchange_bytes(e, params) * ranks
+    if not e.offload.startswith("cpu"):
+        return outer
+    total = states + 4 * params * e.trained_share / state_shards(e)
+    if e.offload == "cpu_params":
+        total += e.element_bytes * params / state_shards(e)
+    return outer + PINNED_BUFFERS * total * ranks
+
+
+def exchange_bytes(e: Execution, params: float) -> float:
+    """Bytes per rank for the exchange between islands: its part of the weights, and the outer optimizer states."""
+    return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0
 
 
 def _largest_unit(e: Execution) -> float:

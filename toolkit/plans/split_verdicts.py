@@ -51,30 +51,31 @@ class Axes:
         return self.tp * self.pp * self.sp > 1
 
 
-class Proofs:
-    """The cache file of verdicts. A lost or damaged file only costs time."""
+class VerdictFile:
+    """A JSON file of verdicts by key. A lost or damaged file only costs time."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path or user_cache() / CACHE_NAME
+    def __init__(self, path: Path, consequence: str) -> None:
+        """`consequence`: what happens if the file is damaged, for the message."""
+        self._path, self._consequence = path, consequence
         self._known: dict[str, dict[str, Any]] | None = None
 
-    def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
-        """The cached verdict on a recipe's model, given its raw config, under these axes; None if there is none."""
+    def get(self, key: str) -> Verdict | None:
+        """The verdict of a key; None if there is none."""
         if self._known is None:
             self._known = self._read()
-        found = self._known.get(_key(config, section, axes))
+        found = self._known.get(key)
         return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
 
-    def put(self, config: Mapping[str, Any], section: Model, axes: Axes, verdict: Verdict) -> None:
+    def put(self, key: str, verdict: Verdict) -> None:
         """Store a verdict."""
-        self._known = self._read() | {_key(config, section, axes): asdict(verdict)}
+        self._known = self._read() | {key: asdict(verdict)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part = self._path.with_suffix(".part")
             part.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
             part.replace(self._path)
         except OSError:
-            return  # read-only home directory: the next run proves it again
+            return  # read-only home directory: the next run finds out again
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
@@ -85,9 +86,24 @@ class Proofs:
         except (ValueError, RecursionError):
             valid = False
         if not valid:
-            print(f"{self._path} is damaged and ignored; splits are proved again", file=sys.stderr)
+            print(f"{self._path} is damaged and ignored; {self._consequence}", file=sys.stderr)
             return {}
         return dict(known)
+
+
+class Proofs:
+    """The cache file of split verdicts."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = VerdictFile(path or user_cache() / CACHE_NAME, "splits are proved again")
+
+    def get(self, config: Mapping[str, Any], section: Model, axes: Axes) -> Verdict | None:
+        """The cached verdict on a recipe's model, given its raw config, under these axes; None if there is none."""
+        return self._file.get(_key(config, section, axes))
+
+    def put(self, config: Mapping[str, Any], section: Model, axes: Axes, verdict: Verdict) -> None:
+        """Store a verdict."""
+        self._file.put(_key(config, section, axes), verdict)
 
 
 def _is_verdict(found: object) -> bool:
@@ -112,10 +128,15 @@ def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdic
 def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
     """Cache key: model type, task, flags, library versions and tiny sizes. Sizes do not change how a model splits."""
     flags = {key: value for key, value in config.items() if isinstance(value, bool | str)}
-    libraries = [_version(name) for name in _LIBRARIES]
+    libraries = installed(_LIBRARIES)
     how = [section.attention, section.task, asdict(axes)]
     what = json.dumps([flags, how, libraries, tiny_sizes(heads=4)], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
+
+
+def installed(libraries: Iterable[str]) -> list[str]:
+    """Versions of libraries; empty for one that is not installed."""
+    return [_version(name) for name in libraries]
 
 
 @functools.cache

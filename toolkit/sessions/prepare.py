@@ -20,6 +20,7 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import ray
 from toolkit.sessions.hosts import LaunchOptions, check_launcher, on_hosts
 from toolkit.sessions.preflight import check, prove
+from toolkit.sessions.rehearsal_verdict import rehearsed
 from toolkit.sessions.resolve import Resolved, proven, resolve
 
 
@@ -30,10 +31,12 @@ def prepare_training(
     report: Callable[[str], object],
     *,
     prove_splits: bool,
+    rehearses: bool = False,
 ) -> Resolved:
     """Check a recipe and plan it for the hosts it will run on.
 
     `prove_splits`: check the chosen tensor or pipeline split on a tiny model first, if no earlier run has.
+    `rehearses`: refuse plans that do not fit in rehearsal.
     """
     env = environment.environment()
     recipe = on_hosts(check(recipe, env, report), options.hosts)
@@ -44,7 +47,8 @@ def prepare_training(
         check_launcher(options.launcher, resolved.chosen.plan)
     if not prove_splits:
         return resolved
-    return proven(resolved, lambda: resolve(recipe, nproc), lambda axes: prove(recipe.model, axes, env), report)
+    resolved = proven(resolved, lambda: resolve(recipe, nproc), lambda axes: prove(recipe.model, axes, env), report)
+    return rehearsed(resolved, report) if rehearses else resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +160,11 @@ def previous_num_devices(run_dir: Path) -> int | None:
         return None
 
 
-def emit(resolved: Resolved, target: str, out: Path, *, image: str = IMAGE) -> None:
-    """Write the launch files of a plan for a launcher; raise `BadInput` if the directory already has some."""
+def emit(resolved: Resolved, target: str, out: Path, *, image: str = IMAGE, rehearsal: str | None = None) -> None:
+    """Write the launch files of a plan for a launcher; raise `BadInput` if the directory already has some.
+
+    `rehearsal`: the verdict of a rehearsal, which plan.json notes.
+    """
     plan, cluster = resolved.chosen.plan, resolved.job.cluster
     if target == "accelerate" and plan.pp > 1:
         raise BadInput(
@@ -166,7 +173,7 @@ def emit(resolved: Resolved, target: str, out: Path, *, image: str = IMAGE) -> N
         )
     emission = Emission(
         recipe=fixed_recipe(resolved.recipe, plan, cluster),
-        plan=resolved.plan_json(),
+        plan={**resolved.plan_json(), "rehearsal": rehearsal},
         deepspeed=resolved.deepspeed,
         cluster=cluster,
         image=image,

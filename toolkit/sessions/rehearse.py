@@ -139,7 +139,7 @@ def rehearse(
     option = resolved.decision.chosen or (resolved.decision.ranked or [resolved.chosen])[0]
     refuse_unfakeable(resolved.recipe, option.plan)
     chosen = choose_ranks(option.plan, ranks)
-    spec = replace(_spec(resolved, option.plan, steps), every_layer=every_layer)
+    spec = replace(spec_of(resolved, option.plan, steps), every_layer=every_layer)
     began = time.perf_counter()
     reports = _run(spec, chosen, option.plan, progress)
     several = resolved.job.cluster.devices > 1
@@ -199,7 +199,8 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
             raise NotRehearsable(f"{name} can't be rehearsed: it has no stand-in on fake tensors")
 
 
-def _spec(resolved: Resolved, plan: Plan, steps: int) -> RehearsalSpec:
+def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
+    """What a rank of a plan is rehearsed from."""
     recipe, cluster = resolved.recipe, resolved.job.cluster
     return RehearsalSpec(
         model=replace(recipe.model, config=dict(raw_config(recipe.model)), path=None, init="scratch"),

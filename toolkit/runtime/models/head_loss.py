@@ -20,7 +20,6 @@ from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import rng
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
-from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.tiny_models import tiny_config
 
@@ -141,6 +140,11 @@ def _width(rows: int) -> int:
     return max(256, BLOCK_ELEMENTS // max(1, rows))
 
 
+def _columns(weight: torch.Tensor, rows: int) -> Iterator[tuple[int, int]]:
+    """Blocks of the vocabulary; a rehearsal runs a few of them, since all are alike."""
+    yield from _blocks(len(weight), _width(rows))
+
+
 class _BlockLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -154,7 +158,7 @@ class _BlockLoss(torch.autograd.Function):
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         top = rows.new_full((len(rows),), float("-inf"), dtype=wide)
         total, target, best = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(labels)
-        for low, high in _blocks(len(weight), _width(len(rows))):
+        for low, high in _columns(weight, len(rows)):
             logits = spec.logits(rows, weight[low:high], None if bias is None else bias[low:high])
             inside, places = spec.own(labels, low, high)
             target += logits.gather(1, places)[:, 0].masked_fill(~inside, 0.0)
@@ -227,7 +231,7 @@ class _Backward:
         """One pass over the vocabulary. Sums of the hidden states' gradient are fp32; the weight's needs no sums."""
         hidden = torch.zeros_like(self.rows, dtype=self.spread.dtype)
         weight, bias = self._empty(wants_weight)
-        for low, high in _blocks(len(self.weight), _width(len(self.rows))):
+        for low, high in _columns(self.weight, len(self.rows)):
             block = self.of_logits(slice(None), low, high)
             hidden += block @ self.weight[low:high]
             if weight is not None:
@@ -243,10 +247,10 @@ class _Backward:
         parts = [slice(low, high) for low, high in _blocks(len(self.rows), chunk)]
         for tokens in parts:
             total = torch.zeros_like(self.rows[tokens], dtype=self.spread.dtype)
-            for low, high in _blocks(len(self.weight), _width(chunk)):
+            for low, high in _columns(self.weight, chunk):
                 total += self.of_logits(tokens, low, high) @ self.weight[low:high]
             hidden[tokens] = total
-        for low, high in _blocks(len(self.weight), _width(chunk)) if weight is not None or bias is not None else ():
+        for low, high in _columns(self.weight, chunk) if weight is not None or bias is not None else ():
             sums = torch.zeros_like(self.weight[low:high], dtype=self.spread.dtype)
             column = sums.new_zeros(high - low)
             for tokens in parts:
@@ -316,9 +320,10 @@ def _difference(plain: Any, fused: Any, loss: HeadLoss) -> str:
     ids = torch.randint(0, vocabulary, (2, 8), generator=generator)
     labels = ids.roll(-1, 1)
     labels[0, :3] = IGNORE
-    expected = summed_loss(plain(input_ids=ids, use_cache=False).logits, labels)
+    logits = plain(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
+    expected = cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     loss.expect(labels)
-    found = loss(fused(input_ids=ids, use_cache=False).logits, labels)
+    found = fused(input_ids=ids, use_cache=False).logits[..., 0].sum()
     torch.autograd.backward([expected, found])
     pairs = [
         (expected, found),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ LARGEST = 10
 """Tensors at the peak that are listed."""
 GATHERS = ("partition_parameters.py", "partitioned_param_coordinator.py")
 """Files of DeepSpeed that gather parameters under ZeRO 3."""
+HEAD_LOSS = "toolkit/runtime/models/head_loss.py"
+"""Computes the loss from blocks of logits, and the head's gradients."""
+LINEAR = "deepspeed/runtime/zero/linear.py"
+"""DeepSpeed's linear layer, whose tensors are activations."""
 PEERS = ("send", "recv_", "broadcast_", "reduce_")
 
 
@@ -108,15 +112,24 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.repeats:
             self._repeated[key] = self._repeated.get(key, 0) + count
 
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the phase so far."""
+        return self._counts.get(("flops",), 0)
+
+    def add_flops(self, count: int) -> None:
+        """Count operations that are not run."""
+        self._add(("flops",), count)
+
     def wait(self, kind: str) -> None:
         """Count a wait of the host for the device."""
         self._add(("sync", f"{kind} at {call_site()}"), 1)
 
-    def relabel(self, tensors: Iterable[Any], part: str) -> None:
-        """Move the storages of these tensors to a part."""
+    def relabel(self, tensors: Iterable[Any], part: str, *, but: Sequence[str] = ()) -> None:
+        """Move the storages of these tensors to a part, unless they belong to one of the parts `but`."""
         for tensor in tensors:
             storage = self.live.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
-            if storage is not None:
+            if storage is not None and storage.part not in but:
                 self._relabel(storage, part)
 
     def relabel_rest(self, known: set[int], part: str) -> None:
@@ -185,9 +198,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _part_of(self, shape: tuple[int, ...], site: str) -> str:
         if len(shape) > 1 and shape[-1] in self._vocabulary and self.part == "activations":
             return "logits"
+        if HEAD_LOSS in site and self.part == "activations":
+            return "logits"
         if any(name in site for name in GATHERS):
             return "gathered"
-        if "deepspeed/runtime" in site and self.part == "activations":
+        if "deepspeed/runtime" in site and LINEAR not in site and self.part == "activations":
             return "buckets"
         return "temporary" if self.part == "optimizer" else self.part
 

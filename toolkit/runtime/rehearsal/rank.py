@@ -40,6 +40,8 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     stand_ins.install(spec, local, heard or [], said)
     ledger = Ledger("cpu" if spec.backend == "cpu" else fake_device.NAME, _vocabularies(spec))
+    if not spec.every_layer:
+        stand_ins.shorten_loss(ledger)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         engine = _engine(spec, local)
         label(ledger, engine)
@@ -81,7 +83,7 @@ def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> Iterator[Phase]:
     """Steps and an evaluation."""
     clock = PhaseClock(ledger, spec.plan.pp > 1, lambda: label(ledger, engine))
     engine.watch(clock)
-    watch_gradients(ledger, engine)
+    watch_gradients(ledger, engine, sharded=spec.plan.zero_stage >= 2 and spec.plan.pp == 1)
     watch_modules(engine.module, clock.at)
     repeated = spec.plan.grad_accum if spec.plan.pp > 1 else 1
     for _ in range(spec.steps):

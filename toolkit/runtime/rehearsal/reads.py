@@ -31,11 +31,13 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("deepspeed/runtime/utils.py", "has_overflow_serial"): False,
     ("deepspeed/runtime/utils.py", "is_invalid_grad_norm"): 0,
     ("deepspeed/runtime/utils.py", "_has_inf_or_nan"): 0,
+    ("deepspeed/runtime/zero/stage3.py", "complete_grad_norm_calculation_for_cpu_offload"): 1.0,
     ("deepspeed/runtime/zero/stage3.py", "has_overflow"): 0,
     ("deepspeed/runtime/zero/stage3.py", "_has_inf_or_nan"): 0,
     ("deepspeed/runtime/zero/stage_1_and_2.py", "has_overflow"): 0,
     ("deepspeed/runtime/zero/stage_1_and_2.py", "complete_grad_norm_calculation_for_cpu_offload"): 1.0,
     ("deepspeed/runtime/zero/stage_1_and_2.py", "_has_inf_or_nan"): 0,
+    ("deepspeed/runtime/zero/stage_1_and_2.py", "update_offload_overflow_tracker"): False,
     ("toolkit/runtime/engine/gradient_norm.py", "gradient_norm"): 1.0,
     ("toolkit/runtime/engine/gradient_norm.py", "last"): 1.0,
     ("toolkit/runtime/engine/gradient_norm.py", "_over_ranks"): 1.0,
@@ -46,6 +48,8 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
     ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,
     ("toolkit/runtime/sharding/shard_model.py", "finish"): False,
+    ("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): False,
+    ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): False,
     ("transformers/masking_utils.py", "find_packed_sequence_indices"): False,
 }
 """(end of the file's path, function) → the number that it gets."""

@@ -15,8 +15,10 @@ from typing import Any
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.runtime.rehearsal.report import PARTS, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
 
-SHORT = (4, 6, 8)
+SHORT = (4, 5, 6)
 """Layers of the short models (of a pipeline: per stage). Below 4, ZeRO 3 has not yet begun to release parameters."""
+WORTH = 1.5
+"""Least layers of the full model relative to all short ones; below, the full model is run."""
 TOLERANCE = 1e-3
 """Largest relative distance of the third length from the line."""
 LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer", "n_layers")
@@ -55,7 +57,7 @@ def lengths(spec: RehearsalSpec, kinds: Sequence[Any]) -> tuple[int, ...]:
         first = rest + period * -(-max(SHORT[0] - rest, 1) // period)
         step = period * -(-(SHORT[1] - SHORT[0]) // period)
         found = (first, first + step, first + 2 * step)
-    return found if sum(found) < max(stage_layers(spec, layers)) else ()
+    return found if sum(found) * WORTH <= max(stage_layers(spec, layers)) else ()
 
 
 def layer_key(spec: RehearsalSpec, layers: int) -> str | None:
@@ -108,12 +110,14 @@ def _with_more(phase: Phase, missing: int) -> dict[Any, int]:
 def extrapolated(reports: Sequence[RoleReport], layers: int) -> RoleReport | None:
     """The report of a stage with `layers` layers from three short ones; None if they are not on a line."""
     short = [report.layers for report in reports]
-    phases = []
-    for three in zip(*(report.phases for report in reports), strict=True):
-        if not _on_a_line(three, short):
-            return None
-        phases.append(_phase(three[1], three[2], _Line(short[1], short[2], layers)))
     line, last = _Line(short[1], short[2], layers), reports[-1]
+    threes = list(zip(*(report.phases for report in reports), strict=True))
+    phases = [_phase(three[1], three[2], line) for three in threes]
+    most = max(phase.device_peak_bytes for phase in phases if phase.name == "step")
+    for three, phase in zip(threes, phases, strict=True):
+        bound = phase.name == "evaluation" and phase.device_peak_bytes < most and _below_the_line(three, short)
+        if not bound and not _on_a_line(three, short):
+            return None
     return replace(
         last,
         phases=phases,
@@ -145,6 +149,12 @@ def _on_a_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
         if abs(line.at(first, second) - third) > TOLERANCE * third:
             return False
     return True
+
+
+def _below_the_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
+    """Whether the line is an upper bound: ZeRO 3 gathers ever fewer further weights in an evaluation."""
+    first, second, third = (phase.device_peak_bytes for phase in three)
+    return third <= _Line(*short).at(first, second)
 
 
 def _phase(left: Phase, right: Phase, line: _Line) -> Phase:

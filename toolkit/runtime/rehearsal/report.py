@@ -22,6 +22,18 @@ def model_part(part: str) -> str:
     return "buffers" if part in ("buckets", "temporary") else part
 
 
+@dataclass(frozen=True)
+class HeadTrials:
+    """What trials with real numbers say about a model's head."""
+
+    reason: str
+    """Why the loss needs complete logits; empty: the head computes it in blocks."""
+    follows: bool
+    """Whether logits are the head's output up to element-wise operations."""
+    attention: str
+    """Why the model keeps transformers' attention; empty if it uses the toolkit's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RehearsalSpec:
     """Everything that one rank is rehearsed from."""
@@ -45,6 +57,8 @@ class RehearsalSpec:
     evaluates: bool = True
     total_steps: int = 1000
     """Steps of the learning-rate schedule."""
+    head: HeadTrials | None = None
+    """Set before ranks are rehearsed."""
     every_layer: bool = False
     """Whether all layers and micro-batches are run; otherwise long models are extrapolated from short ones."""
 

@@ -12,7 +12,8 @@ import pickle
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,9 @@ def main(argv: list[str]) -> int:
         os.dup2(output.fileno(), 2)
     spec, stages, world = pickle.loads(source.read_bytes())  # noqa: S301 - written by our own parent
     stand_ins.prepare(spec)
+    trials = _in_child(stand_ins.head_trials, spec.model, target / "head.run")
+    stand_ins.remember(trials)
+    spec = replace(spec, head=trials)
     kinds = kinds_of_layers(spec.model)
     short = lengths(spec, kinds)
     server = _Server(target, world, sum(map(len, stages)) * max(1, len(short)))
@@ -59,6 +63,18 @@ def main(argv: list[str]) -> int:
     for report in reports:
         _write(target / str(report.rank), _complete(report, spec))
     return 0
+
+
+def _in_child(work: Callable[[Any], Any], given: Any, path: Path) -> Any:
+    """The result of work in a forked process of its own: autograd's threads do not survive a fork."""
+    child = os.fork()
+    if child == 0:
+        _write(path, work(given))
+        os._exit(0)
+    os.waitpid(child, 0)
+    result = pickle.loads(path.read_bytes())  # noqa: S301 - written by our own child
+    path.unlink()
+    return result
 
 
 def _complete(report: Any, spec: RehearsalSpec) -> Any:

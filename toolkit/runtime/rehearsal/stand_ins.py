@@ -14,28 +14,45 @@ from toolkit.recipe.sections import Model
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.models import attention, head_loss
-from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.first_weights import Ranges
 from toolkit.runtime.rehearsal import fake_device, reads
-from toolkit.runtime.rehearsal.report import RehearsalSpec
+from toolkit.runtime.rehearsal.ledger import Ledger
+from toolkit.runtime.rehearsal.report import HeadTrials, RehearsalSpec
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
-_TRIED = attention._tried
 META_NUMBERS = 256
 """Size of DeepSpeed 0.19.8's message with shapes (`TENSOR_META_SIZE`)."""
+RUN_BLOCKS = 3
+"""Blocks of the vocabulary that a rehearsed loss runs."""
 WRAPPERS = ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer", "pipe.engine")
 """Modules of DeepSpeed that are imported before ranks are forked."""
 
 
 def prepare(spec: RehearsalSpec) -> None:
     """Register the device and import everything, before ranks are forked."""
-    # A backward pass here would start autograd's threads, and those do not survive a fork: ranks make the trial.
-    attention._tried = lambda config, task: ""  # type: ignore[assignment]
     if spec.backend != "cpu":
         fake_device.install(spec.device_memory_bytes, spec.device_name)
     process_group.skip_inference_build()
     for module in WRAPPERS:
         importlib.import_module(f"deepspeed.runtime.{module}")
+
+
+def head_trials(model: Model) -> HeadTrials:
+    """Try on a tiny model whether the head can compute the loss.
+
+    The trials compare numbers, which fake tensors do not have: there they would fail, and a run with complete logits
+    would be rehearsed. Call in a process that is not forked afterwards: autograd's threads do not survive a fork.
+    """
+    own = attention.why_not(load_config(model), model.task)
+    return HeadTrials(reason=head_loss.why_not(model), follows=follows_head(model), attention=own)
+
+
+def remember(trials: HeadTrials) -> None:
+    """Use the verdicts of trials with real numbers from now on; a trial of its own would need autograd's threads."""
+    _replace("toolkit.runtime", "follows_head", lambda section: trials.follows)
+    _replace("toolkit.runtime.models.head_loss", "why_not", lambda section: trials.reason)
+    _replace("toolkit.runtime.models.attention", "why_not", lambda config, task: trials.attention)
 
 
 class EmptyWeights:
@@ -69,15 +86,9 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
 
     `heard`: shapes that the previous stage sent; `said`: what this one sends. docs/rehearsal.md has the list.
     """
-    if spec.plan.tp > 1:  # its verdict comes from the autograd graph of a tiny model with real tensors
-        verdict = follows_head(spec.model)
-        _replace("toolkit.runtime", "follows_head", lambda section: verdict)
+    assert spec.head is not None, "trials with real numbers come first"
     if spec.backend != "cpu":
         _replace("toolkit.runtime", "_on_recent_gpu", lambda: "V100" not in spec.device_name)
-    attention._tried = _TRIED
-    skeleton(spec.model)  # the trial of its attention needs real tensors, and is remembered
-    reason = head_loss.why_not(spec.model)
-    head_loss.why_not = lambda section: reason
     fake_device.patch_fake_tensors()
     kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
     for package in ("torch.nn.functional", "toolkit.runtime"):
@@ -88,6 +99,28 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     _objects(world.size)
     _groups(world.rank)
     _stage_shapes(heard, said)
+
+
+def shorten_loss(ledger: Ledger) -> None:
+    """Of many blocks of the vocabulary run the first two and the last: all take the same bytes.
+
+    FLOPs of the others are counted as those of the second one.
+    """
+    every = head_loss._columns
+
+    def columns(weight: torch.Tensor, rows: int) -> Iterator[tuple[int, int]]:
+        blocks = list(every(weight, rows))
+        if len(blocks) <= RUN_BLOCKS:
+            yield from blocks
+            return
+        yield blocks[0]
+        before = ledger.flops
+        yield blocks[1]
+        ledger.add_flops((ledger.flops - before) * (len(blocks) - RUN_BLOCKS))
+        yield blocks[-1]
+
+    module: Any = head_loss
+    module._columns = columns
 
 
 def _replace(package: str, name: str, value: Any) -> None:

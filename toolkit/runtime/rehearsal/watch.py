@@ -112,11 +112,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def watch_gradients(ledger: Ledger, engine: Any) -> None:
-    """Label gradients of parameters once they are accumulated."""
+def watch_gradients(ledger: Ledger, engine: Any, *, sharded: bool) -> None:
+    """Label gradients of parameters once they are accumulated.
+
+    `sharded`: whether ZeRO 2 or 3 keeps shards only. It has put gradients into a bucket by then; that of the head's
+    weights, too large for one, stays what the loss made, for a moment.
+    """
+    others = ("buckets", "logits") if sharded else ("buckets",)
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda own: ledger.relabel([own.grad], "grads"))
+            parameter.register_post_accumulate_grad_hook(lambda own: ledger.relabel([own.grad], "grads", but=others))
 
 
 def watch_modules(model: torch.nn.Module, tell: Callable[[str, str], None]) -> None:
