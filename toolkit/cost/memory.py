@@ -261,6 +261,8 @@ BLOCK_ELEMENTS, WHOLE_ELEMENTS, SUM_ELEMENTS, LEAST_COLUMNS = 2**25, 2**27, 2**2
 logits of a block, logits that a CPU makes at once, fp32 sums of the hidden states' gradient, columns of a block."""
 LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 """Tensors of the final norm, each as wide as the model: kept by its forward pass, and live in its backward pass."""
+NORMED_QUERIES = ("qwen3", "qwen3_moe")
+"""Model types whose layers normalise queries and keys; other types that do have not been rehearsed."""
 PIPELINE_BUFFERS = 2
 """Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
@@ -303,7 +305,14 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     tensors = gated if shape.gated else 2
     inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
     routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens sent to experts and back
-    return attention + 2 * tensors * inner + routed
+    return attention + _normed_bytes(e, q + kv) + 2 * tensors * inner + routed
+
+
+def _normed_bytes(e: Execution, width: int) -> float:
+    """Bytes per token that the norms of queries and keys keep, as those of layers do (rehearsed for Qwen3 8B)."""
+    if not e.drops_gradients or e.model.model_type not in NORMED_QUERIES:
+        return 0.0
+    return (8.0 if e.element_bytes == 2 else 6.0) * width
 
 
 def score_bytes(e: Execution, shape: LayerShape) -> float:
