@@ -129,7 +129,6 @@ def test_llama_8b_takes_the_bytes_of_a_gpu_run() -> None:
     assert 1.2 < role.step.parts["logits"] / GIB < 1.4, "the gradient of the head, sums and one block: no logits"
     assert sum(role.step.parts.values()) == role.step.device_peak_bytes
     assert role.resident_bytes < 2 * GIB
-    assert role.extrapolated
 
 
 def test_json_and_page_say_what_was_rehearsed(
