@@ -326,7 +326,7 @@ def _difference(plain: Any, fused: Any, loss: HeadLoss) -> str:
     found = fused(input_ids=ids, use_cache=False).logits[..., 0].sum()
     torch.autograd.backward([expected, found])
     pairs = [
-        (expected, found),
+        (expected.detach(), found.detach()),
         *((p.grad, q.grad) for p, q in zip(plain.parameters(), fused.parameters(), strict=True)),
     ]
     worst = max(
