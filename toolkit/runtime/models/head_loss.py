@@ -8,6 +8,7 @@ keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -301,11 +302,14 @@ def why_not(section: Model) -> str:
             return reason
         loss = HeadLoss(Transform.of(plain.config))
         install(fused, loss)
-        return _difference(plain, fused, loss)
+        reason = _difference(plain, fused, loss)
+        del plain, fused
+        return reason
     except Exception as error:
         return f"a trial on a tiny model failed: {first_line(error)}"
     finally:
         rng.restore(before)  # building a model seeds all generators, and dropout draws from them
+        gc.collect()  # models hold themselves in cycles: their tensors would be counted as the run's
 
 
 def unfit_head(model: Any) -> str:
