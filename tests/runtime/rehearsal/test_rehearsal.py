@@ -43,12 +43,11 @@ def test_rehearsed_bytes_are_the_measured_ones() -> None:
     assert row.rehearsed_bytes == pytest.approx(row.measured_bytes, rel=BOUND)
 
 
-@pytest.mark.parametrize("plan", ["zero 2", "pipeline"])
-def test_short_models_give_the_figures_of_the_full_one(plan: str, recipe_mapping: dict[str, Any]) -> None:
-    """24 layers per stage and 4 micro-batches: extrapolated figures equal those of a run of everything."""
-    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 48 if plan == "pipeline" else 24, "hidden_size": 64}
+def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str, Any]) -> None:
+    """16 layers and 4 micro-batches: extrapolated figures equal those of a run of everything."""
+    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 16, "hidden_size": 64}
     recipe_mapping["model"]["precision"] = "bf16"
-    axes = (*PLANS[plan], "strategy.micro_batch=1", "strategy.recompute=none")
+    axes = (*PLANS["zero 2"], "strategy.micro_batch=1", "strategy.recompute=none")
     short = rehearsed(recipe_mapping, *axes, ranks="0")
     full = rehearsed(recipe_mapping, *axes, ranks="0", every_layer=True)
     for role, whole in zip(short.roles, full.roles, strict=True):
@@ -118,14 +117,10 @@ def full_size(**strategy: Any) -> dict[str, Any]:
 
 
 def test_llama_8b_takes_the_bytes_of_a_gpu_run() -> None:
-    """bf16, ZeRO 3 on 8 devices, 4,096 tokens, 4 micro-batches: 45.04 GiB of live tensors per device.
-
-    1.9 GiB of them are gathered weights: after the sharded start, too, DeepSpeed's linear layer lets go of the others.
-    """
-    (role,) = rehearse(resolve(make_recipe(full_size(zero_stage=3, zero_variant="plain", offload="none"))), "0").roles
-    assert role.step.device_peak_bytes / GIB == pytest.approx(45.04, rel=0.002)
-    assert role.step.parts["gathered"] / GIB < 2.5
-    assert 1.2 < role.step.parts["logits"] / GIB < 1.4, "the gradient of the head, sums and one block: no logits"
+    """bf16, ZeRO 2 on 8 devices, 4,096 tokens, 4 micro-batches: 56.34 GiB of live tensors per device."""
+    (role,) = rehearse(resolve(make_recipe(full_size(zero_stage=2, offload="none"))), "0").roles
+    assert role.extrapolated
+    assert role.step.device_peak_bytes / GIB == pytest.approx(56.34, rel=0.003)
     assert sum(role.step.parts.values()) == role.step.device_peak_bytes
     assert role.resident_bytes < 2 * GIB
 
