@@ -38,7 +38,10 @@ LARGEST = 20_000_000
 """Parameters of a tiny model above which its config has not become tiny."""
 NAMES = {kernel: f"documents_{number}" for number, kernel in enumerate(CHOICES)}
 """Kernel → name in transformers' registry; no name of a kernel, by which some models choose code of their own."""
-EXPECTED_SETTINGS = ("position_ids", "is_causal", "sliding_window", "scaling", "dropout", "softcap", "s_aux")
+EXPECTED_SETTINGS = (
+    *("position_ids", "is_causal", "sliding_window", "scaling", "dropout", "softcap", "s_aux"),
+    "num_items_in_batch",  # for the loss; transformers' Trainer hands it through all layers
+)
 
 
 class UnknownAttention(Exception):
