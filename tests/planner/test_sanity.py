@@ -83,7 +83,7 @@ OTHERS = (
     Sane("mixtral-8x7b", H100, 4, 256, 4096, {"zero_stage": 3}, "47B of states: sharded over 32 devices"),
     Sane("mixtral-8x7b", A100, 8, 512, 4096, {"ep": 8}, "an expert per device of a node; tokens go over NVLink"),
     Sane("mixtral-8x22b", H100, 16, 512, 4096, {"zero_stage": 3}, "141B: 2.2 TB of states over 128 devices"),
-    Sane("llama-3.1-8b", "L40S", 1, 64, 2048, {"pp": 4, "tp": 1}, "PCIe: a pipeline sends least"),
+    Sane("llama-3.1-8b", "L40S", 1, 64, 2048, {"zero_stage": 2}, "PCIe: micro-batches of 8, reduced once"),
     Sane("llama-3.2-1b", "RTX-4090", 1, 64, 2048, {"zero_stage": 1}, "PCIe: gradients once per step", per_node=4),
     Sane("llama-3.2-3b", "RTX-3090", 1, 64, 1024, {"pp": 2, "tp": 1}, "24 GB and PCIe: two stages"),
     Sane("llama-3.2-1b", "RTX-5090", 1, 32, 2048, {"tp": 1}, "one card of 32 GB holds 1B with its states", per_node=1),
