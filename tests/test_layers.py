@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
-BASE = {"errors", "resources", "secrets", "units"}
+BASE = {"errors", "resources", "secrets", "units", "verdicts"}
 HEAVY = {"torch", "deepspeed", "transformers", "accelerate", "wandb", "datasets", "peft", "safetensors"}
 PURE_LIBRARIES = set(sys.stdlib_module_names) | {"yaml", "toolkit", "strategies"}
 RUNTIME_NEVER = {"strategies", "planner", "sessions", "commands", "roots"}

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from toolkit.plans.plan import Plan, Refusal
-from toolkit.plans.split_verdicts import Axes, Proofs, Verdict, judged
+from toolkit.plans.split_verdicts import Axes, Proofs, judged
 from toolkit.recipe.sections import Model
+from toolkit.verdicts import Verdict
 
 AUTO = Model()
 LLAMA = {"model_type": "llama", "hidden_size": 64, "attention_bias": False}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from toolkit.cli import main
-from toolkit.plans.split_verdicts import Verdict, VerdictFile
 from toolkit.recipe.file import make_recipe
 from toolkit.sessions import rehearsal_verdict
 from toolkit.sessions.rehearsal_verdict import known_verdict, rehearsed
 from toolkit.sessions.resolve import Resolved, resolve
+from toolkit.verdicts import Verdict, VerdictFile
 
 H100 = ("cluster=dgx-h100", "model.precision=bf16", "strategy.name=zero")
 

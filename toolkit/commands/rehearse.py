@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _progress(done: int, total: int, left_seconds: float) -> None:
-    left = f", about {left_seconds:.0f} s left" if done else ""
+    left = f", about {left_seconds:.0f} s left" if done < total else ""
     print(f"rehearsed {done} of {total} ranks{left}", file=sys.stderr, flush=True)
 
 

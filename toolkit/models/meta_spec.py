@@ -84,7 +84,7 @@ def _first(text: Mapping[str, Any], keys: tuple[str, ...], usual: int) -> int:
 
 
 def _run(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", COUNTER]
+    command = [sys.executable, "-P", "-m", COUNTER]  # -P: nothing from the current directory
     try:
         done = subprocess.run(
             command, input=json.dumps(config), capture_output=True, text=True, timeout=MOST_SECONDS, check=False

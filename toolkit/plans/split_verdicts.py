@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +13,12 @@ from toolkit.models.tiny_sizes import tiny_sizes
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.recipe.sections import Model
 from toolkit.resources import user_cache
+from toolkit.verdicts import Verdict, VerdictFile, installed
 
 CACHE_NAME = "proofs.json"
 MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a split model gives the loss and gradients of the unsplit one."""
-
-    ok: bool
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,46 +41,6 @@ class Axes:
         return self.tp * self.pp * self.sp > 1
 
 
-class VerdictFile:
-    """A JSON file of verdicts by key. A lost or damaged file only costs time."""
-
-    def __init__(self, path: Path, consequence: str) -> None:
-        """`consequence`: what happens if the file is damaged, for the message."""
-        self._path, self._consequence = path, consequence
-        self._known: dict[str, dict[str, Any]] | None = None
-
-    def get(self, key: str) -> Verdict | None:
-        """The verdict of a key; None if there is none."""
-        if self._known is None:
-            self._known = self._read()
-        found = self._known.get(key)
-        return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
-
-    def put(self, key: str, verdict: Verdict) -> None:
-        """Store a verdict."""
-        self._known = self._read() | {key: asdict(verdict)}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            part = self._path.with_suffix(".part")
-            part.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
-            part.replace(self._path)
-        except OSError:
-            return  # read-only home directory: the next run finds out again
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            known = json.loads(self._path.read_bytes())
-            valid = isinstance(known, dict) and all(map(_is_verdict, known.values()))
-        except OSError:
-            return {}
-        except (ValueError, RecursionError):
-            valid = False
-        if not valid:
-            print(f"{self._path} is damaged and ignored; {self._consequence}", file=sys.stderr)
-            return {}
-        return dict(known)
-
-
 class Proofs:
     """The cache file of split verdicts."""
 
@@ -104,10 +54,6 @@ class Proofs:
     def put(self, config: Mapping[str, Any], section: Model, axes: Axes, verdict: Verdict) -> None:
         """Store a verdict."""
         self._file.put(_key(config, section, axes), verdict)
-
-
-def _is_verdict(found: object) -> bool:
-    return isinstance(found, dict) and type(found.get("ok")) is bool and isinstance(found.get("reason"), str)
 
 
 def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:
@@ -132,16 +78,3 @@ def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
     how = [section.attention, section.task, asdict(axes)]
     what = json.dumps([flags, how, libraries, tiny_sizes(heads=4)], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
-
-
-def installed(libraries: Iterable[str]) -> list[str]:
-    """Versions of libraries; empty for one that is not installed."""
-    return [_version(name) for name in libraries]
-
-
-@functools.cache
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

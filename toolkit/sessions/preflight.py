@@ -11,10 +11,11 @@ from dataclasses import asdict, replace
 from toolkit.errors import BadInput, Problem
 from toolkit.launching.environment import has_wandb_key
 from toolkit.launching.launchers import PYTHON, import_path
-from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.data_checks import source_weights
 from toolkit.recipe.data_files import data_files, image_folders
 from toolkit.recipe.sections import Lora, Model, Recipe
+from toolkit.verdicts import Verdict
 
 
 def check(recipe: Recipe, env: Mapping[str, str], report: Callable[[str], object]) -> Recipe:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from toolkit.errors import NotRehearsable, RankFailed
 from toolkit.plans.plan import Plan, Refusal
-from toolkit.plans.split_verdicts import Verdict, VerdictFile, installed
 from toolkit.resources import user_cache
 from toolkit.runtime.rehearsal.report import PARTS
 from toolkit.sessions.rehearse import Rehearsal, rehearse, spec_of, verdict
 from toolkit.sessions.resolve import Resolved
 from toolkit.sessions.start import under
 from toolkit.units import GIB
+from toolkit.verdicts import Verdict, VerdictFile, installed
 
 CACHE_NAME = "rehearsals.json"
 LIBRARIES = ("torch", "deepspeed", "transformers", "zero-toolkit")

@@ -267,16 +267,17 @@ def _enter(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 def _follow(process: Process, target: Path, progress: Progress) -> None:
     """Report how many runs are done, and the seconds left, until the process ends."""
-    began, shown = time.perf_counter(), -1
+    began, shown = time.perf_counter(), 0
     note = target / "progress.txt"
-    while process.poll() is None:
-        words = note.read_text().split() if note.exists() else ["0", "0"]
+    running = True
+    while running:
+        running = process.poll() is None  # before the note is read: what was written last is shown, too
+        words = note.read_text().split() if note.exists() else []
         if len(words) == 2 and int(words[0]) != shown:
-            done, total = map(int, words)
-            spent = time.perf_counter() - began
-            progress(done, total, spent / done * (total - done) if done else float("nan"))
-            shown = done
-        time.sleep(POLL_SECONDS)
+            shown, total = map(int, words)
+            progress(shown, total, (time.perf_counter() - began) / shown * (total - shown))
+        if running:
+            time.sleep(POLL_SECONDS)
 
 
 def _raise(failed: Sequence[RoleFailed], log: str) -> None:

@@ -21,11 +21,12 @@ from toolkit.planner.search import Decision, Option
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.job import make_job, raw_config
 from toolkit.plans.plan import Job
-from toolkit.plans.split_verdicts import Axes, Proofs, Verdict, judged
+from toolkit.plans.split_verdicts import Axes, Proofs, judged
 from toolkit.recipe.schema import nearest
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir import layout
 from toolkit.run_dir.layout import RunDir
+from toolkit.verdicts import Verdict
 
 WORTH_SAYING = 1.2
 """Least gain in throughput at which islands are suggested."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.parallel import model
-from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model, Task
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.sharding import sharding_plan
+from toolkit.verdicts import Verdict
 
 pytestmark = pytest.mark.slow
 

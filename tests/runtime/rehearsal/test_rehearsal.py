@@ -44,10 +44,12 @@ def test_rehearsed_bytes_are_the_measured_ones() -> None:
 
 
 def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str, Any]) -> None:
-    """16 layers and 4 micro-batches: extrapolated figures equal those of a run of everything."""
-    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 16, "hidden_size": 64}
+    """23 layers and 3 micro-batches under ZeRO 3: extrapolated figures equal those of a run of everything."""
+    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 23, "hidden_size": 64}
     recipe_mapping["model"]["precision"] = "bf16"
-    axes = (*PLANS["zero 2"], "strategy.micro_batch=1", "strategy.recompute=none")
+    recipe_mapping["train"]["global_batch"] = 6
+    recipe_mapping["data"] = {"path": "synthetic", "tokenizer": "bytes", "seq_len": 32, "packing": False}
+    axes = (*PLANS["zero 3"], "strategy.micro_batch=1", "strategy.recompute=none")
     short = rehearsed(recipe_mapping, *axes, ranks="0")
     full = rehearsed(recipe_mapping, *axes, ranks="0", every_layer=True)
     for role, whole in zip(short.roles, full.roles, strict=True):
@@ -57,7 +59,10 @@ def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str,
 
 
 def same_figures(role: RoleReport, whole: RoleReport) -> None:
-    for one, other in zip(role.phases, whole.phases, strict=True):
+    start, first, *others = zip(role.phases, whole.phases, strict=True)
+    # What is gathered in the first step, before its order is known, stops growing at a bound: the line is above it.
+    assert 0 <= first[0].device_peak_bytes / first[1].device_peak_bytes - 1 < 0.03
+    for one, other in (start, *others):
         assert one.device_peak_bytes == pytest.approx(other.device_peak_bytes, rel=0.003), one.name
         assert one.host_peak_bytes == pytest.approx(other.host_peak_bytes, rel=0.003), one.name
     assert role.step.flops == whole.step.flops

@@ -15,6 +15,7 @@ from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_config
+from toolkit.runtime.models.trials import tried
 
 LongDocuments = Literal["split", "truncate"]
 
@@ -162,15 +163,23 @@ def check_isolated(section: Model) -> None:
     """`BadInput` if the model's type attends across documents of one sequence."""
     if section.trust_remote_code:
         return  # no tiny model can be built of remote code; its author is responsible
-    kind = load_config(section).model_type
+    config = load_config(section)
+    how = [without_gpu(section.attention), section.task]
+    if reason := tried("packing", tiny_config(config), how, lambda: _mixes(section, config.model_type)):
+        raise _refusal(reason)
+
+
+def _mixes(section: Model, kind: str) -> str:
+    """How packed documents of a model's type differ from single ones; empty if they do not."""
     try:
         difference = largest_leak(section)
     except TinyModelFailed as error:
-        raise _refusal(f"that can't be tested: a tiny {kind} model does not run ({error})") from None
+        return f"that can't be tested: a tiny {kind} model does not run ({error})"
     except Exception as error:  # a forward pass without position ids may raise anything
-        raise _refusal(f"{kind} does not accept packed documents ({first_line(error)})") from None
-    if difference > TOLERANCE:
-        raise _refusal(f"{kind} mixes them (logits of packed and single documents differ by {difference:.1e})")
+        return f"{kind} does not accept packed documents ({first_line(error)})"
+    if difference <= TOLERANCE:
+        return ""
+    return f"{kind} mixes them (logits of packed and single documents differ by {difference:.1e})"
 
 
 def largest_leak(section: Model) -> float:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib.util
 import inspect
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +29,7 @@ from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, b
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_config
+from toolkit.runtime.models.trials import tried
 
 TOLERANCE = 1e-4
 """Relative limit of a trial in fp32: a token too many or too few changes results by much more."""
@@ -261,7 +260,7 @@ def install(model: Any, section: Model) -> None:
 
 
 def why_not(config: PretrainedConfig, task: str | None) -> str:
-    """Why a model can't use this attention; empty if it can. Tried on a tiny model, once per process."""
+    """Why a model can't use this attention; empty if it can. Tried on a tiny model."""
     try:
         tiny = tiny_config(config)
     except Exception as error:  # configs that differ by layer refuse to be read as one
@@ -270,18 +269,7 @@ def why_not(config: PretrainedConfig, task: str | None) -> str:
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     if getattr(config, "sliding_window", None) is not None:
         tiny["sliding_window"] = 4
-    return _tried(json.dumps(tiny, sort_keys=True, default=str), task)
-
-
-@functools.cache
-def _tried(config: str, task: str | None) -> str:
-    with torch.random.fork_rng(devices=[]):
-        try:
-            return _trial(json.loads(config), task)
-        except Exception as error:
-            return f"a trial on a tiny model failed: {first_line(error)}"
-        finally:
-            gc.collect()  # models hold themselves in cycles: their tensors would be counted as the run's
+    return tried("attention", tiny, [task], lambda: _trial(dict(tiny), task))
 
 
 def _trial(values: dict[str, Any], task: str | None) -> str:

@@ -8,7 +8,6 @@ keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,11 +17,11 @@ from torch.nn.functional import cross_entropy, linear
 
 from toolkit.errors import first_line
 from toolkit.recipe.sections import Model
-from toolkit.runtime.distributed import rng
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.tiny_models import tiny_config
+from toolkit.runtime.models.trials import tried
 
 BLOCK_ELEMENTS = 2**25
 """Logits of one block: 128 MiB in fp32."""
@@ -289,27 +288,22 @@ def why_not(section: Model) -> str:
     """Why a model's loss needs complete logits; empty if it does not. Tried on a tiny model."""
     if section.task not in (None, "causal-lm"):
         return f"{section.task} has another loss"
-    before = rng.capture()
     try:
-        tiny = Model(
-            config=tiny_config(load_config(section)),
-            init="scratch",
-            precision="fp32",
-            attention=without_gpu(section.attention),
-        )
-        plain, fused = (build_model(tiny, 0).eval() for _ in range(2))
-        if reason := unfit_head(plain):
-            return reason
-        loss = HeadLoss(Transform.of(plain.config))
-        install(fused, loss)
-        reason = _difference(plain, fused, loss)
-        del plain, fused
+        config = tiny_config(load_config(section))
+    except Exception as error:  # configs that differ by layer refuse to be read as one
+        return f"no tiny model can be made of it: {first_line(error)}"
+    attention = without_gpu(section.attention)
+    tiny = Model(config=config, init="scratch", precision="fp32", attention=attention)
+    return tried("head", config, [attention], lambda: _trial(tiny))
+
+
+def _trial(tiny: Model) -> str:
+    plain, fused = (build_model(tiny, 0).eval() for _ in range(2))
+    if reason := unfit_head(plain):
         return reason
-    except Exception as error:
-        return f"a trial on a tiny model failed: {first_line(error)}"
-    finally:
-        rng.restore(before)  # building a model seeds all generators, and dropout draws from them
-        gc.collect()  # models hold themselves in cycles: their tensors would be counted as the run's
+    loss = HeadLoss(Transform.of(plain.config))
+    install(fused, loss)
+    return _difference(plain, fused, loss)
 
 
 def unfit_head(model: Any) -> str:

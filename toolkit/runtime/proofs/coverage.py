@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
-from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.trajectory import TINY_LOSS_TOLERANCE, TINY_NORM_TOLERANCE, Trajectory, largest_difference
@@ -22,6 +22,7 @@ from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_of_type
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.supervision.warm_pool import Failure, call_on_ranks, first_failure
+from toolkit.verdicts import Verdict
 
 STEPS, SEQUENCES, TOKENS = 5, 4, 16
 NOISE_FACTOR = 10.0

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
-from toolkit.plans.split_verdicts import Axes, Verdict
+from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import build_model, fill, load_config, open_weights, skeleton
@@ -31,6 +31,7 @@ from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
+from toolkit.verdicts import Verdict
 
 TOLERANCE = 1e-4
 """Limit of a gradient's relative error: far above rounding, even if a model casts to fp32 inside."""

@@ -142,19 +142,25 @@ class _Line:
 
 
 def _on_a_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
-    """Whether the third length is where the first two say, for the host, the device and the FLOPs."""
+    """Whether the third length is where the first two say, for the host, the device and the FLOPs.
+
+    Of the device it is asked moment by moment: another one may own the peak of the third.
+    """
     line = _Line(*short)
-    for get in (lambda phase: phase.device_peak_bytes, lambda phase: phase.host_peak_bytes, lambda phase: phase.flops):
-        first, second, third = map(get, three)
-        if abs(line.at(first, second) - third) > TOLERANCE * third:
-            return False
-    return True
+    first, second, third = three
+    said = _phase(first, second, line)
+    pairs = [
+        (said.device_peak_bytes, third.device_peak_bytes),
+        (said.host_peak_bytes, third.host_peak_bytes),
+        (line.at(first.flops, second.flops), third.flops),
+    ]
+    return all(abs(expected - found) <= TOLERANCE * found for expected, found in pairs)
 
 
 def _below_the_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
     """Whether the line is an upper bound: ZeRO 3 gathers ever fewer further weights in an evaluation."""
-    first, second, third = (phase.device_peak_bytes for phase in three)
-    return third <= _Line(*short).at(first, second)
+    first, second, third = three
+    return third.device_peak_bytes <= _phase(first, second, _Line(*short)).device_peak_bytes
 
 
 def _phase(left: Phase, right: Phase, line: _Line) -> Phase:
@@ -168,10 +174,11 @@ def _phase(left: Phase, right: Phase, line: _Line) -> Phase:
     same = _top(left.moments) == _top(right.moments) == top
     if same:  # these know what every tensor has become in the end
         parts = {part: line.at(left.parts[part], right.parts[part]) for part in PARTS}
+    is_host = right.host_peak_bytes == right.device_peak_bytes  # a plan for CPUs
     return replace(
         right,
         device_peak_bytes=sum(parts.values()),
-        host_peak_bytes=line.at(left.host_peak_bytes, right.host_peak_bytes),
+        host_peak_bytes=sum(parts.values()) if is_host else line.at(left.host_peak_bytes, right.host_peak_bytes),
         operators=line.at(left.operators, right.operators),
         counts={key: max(0, line.at(left.counts.get(key, 0), count)) for key, count in right.counts.items()},
         repeated={key: max(0, line.at(left.repeated.get(key, 0), count)) for key, count in right.repeated.items()},

@@ -1,0 +1,78 @@
+"""Verdicts of proofs, rehearsals and trials, kept in a file so that each is reached once per host and user."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether something holds, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+
+class VerdictFile:
+    """A JSON file of verdicts by key. A lost or damaged file only costs time."""
+
+    def __init__(self, path: Path, consequence: str) -> None:
+        """`consequence`: what happens if the file is damaged, for the message."""
+        self._path, self._consequence = path, consequence
+        self._known: dict[str, dict[str, Any]] | None = None
+
+    def get(self, key: str) -> Verdict | None:
+        """The verdict of a key; None if there is none."""
+        if self._known is None:
+            self._known = self._read()
+        found = self._known.get(key)
+        return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
+
+    def put(self, key: str, verdict: Verdict) -> None:
+        """Store a verdict."""
+        self._known = self._read() | {key: asdict(verdict)}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_suffix(f".{os.getpid()}.part")  # ranks of a host may write at once
+            part.write_text(json.dumps(self._known, indent=1), encoding="utf-8")
+            part.replace(self._path)
+        except OSError:
+            return  # read-only home directory: the next run finds out again
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            known = json.loads(self._path.read_bytes())
+            valid = isinstance(known, dict) and all(map(_is_verdict, known.values()))
+        except OSError:
+            return {}
+        except (ValueError, RecursionError):
+            valid = False
+        if not valid:
+            print(f"{self._path} is damaged and ignored; {self._consequence}", file=sys.stderr)
+            return {}
+        return dict(known)
+
+
+def _is_verdict(found: object) -> bool:
+    return isinstance(found, dict) and type(found.get("ok")) is bool and isinstance(found.get("reason"), str)
+
+
+def installed(libraries: Iterable[str]) -> list[str]:
+    """Versions of libraries; empty for one that is not installed."""
+    return [_version(name) for name in libraries]
+
+
+@functools.cache
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
