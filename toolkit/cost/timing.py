@@ -15,9 +15,10 @@ from toolkit.plans.plan import Job, Plan
 
 
 def model_flops(job: Job) -> float:
-    """FLOPs per step by convention: 6 per parameter and token, and attention over the full square or the window.
+    """FLOPs per step that the model needs: 6 per parameter and token, and attention to the tokens before each one.
 
-    Frozen weights count 4: their gradients are never computed.
+    Half of the square, that is, as kernels compute it: with the full square, as many publications count, MFU would
+    exceed what the device does at long sequences. Frozen weights count 4: their gradients are never computed.
     """
     model, work = job.model, job.workload
     matmul_params = model.active_params - (0 if model.tied_embeddings else model.embedding_params)
@@ -29,9 +30,9 @@ def model_flops(job: Job) -> float:
 
 def _attention_flops(model: ModelSpec, seq_len: int) -> float:
     """Products of heads, head size and tokens that a query is compared with, summed over layers."""
-    whole = (model.layers - model.window_layers) * seq_len
-    seen = 2 * seen_tokens(Slice(micro_batch=1, seq_len=seq_len, window=model.window))
-    return model.heads * model.head_dim * (whole + model.window_layers * seen)
+    whole, windowed = (seen_tokens(Slice(micro_batch=1, seq_len=seq_len, window=window)) for window in (0, model.window))
+    layers = model.layers - model.window_layers
+    return model.heads * model.head_dim * (layers * whole + model.window_layers * windowed)
 
 
 def hardware_flops(plan: Plan, job: Job) -> float:

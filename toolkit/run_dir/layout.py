@@ -98,7 +98,7 @@ class RunSpec:
     predicted_memory: dict[str, int]
     """Predicted bytes per device by part of memory."""
     model_flops: float
-    """FLOPs per step by convention, without recompute: the base of MFU."""
+    """FLOPs per step that the model needs, without recompute: the base of MFU."""
     peak_flops: float
     """Peak FLOPs per second of one device."""
     hardware_flops: float

@@ -29,7 +29,7 @@ class Observer:
     meter: StepMeter
     memory: MemoryMeter
     model_flops: float
-    """FLOPs per step by convention: no recompute."""
+    """FLOPs per step that the model needs: no recompute."""
     hardware_flops: float
     """FLOPs per step, recomputed layers included."""
     devices: int
