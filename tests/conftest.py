@@ -18,8 +18,11 @@ from tests.helpers import launching_page
 from toolkit.launching import launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision.warm_pool import Enter, run_warm
+from toolkit.runtime.supervision.warm_pool import Enter, run_warm, warm_context
 from toolkit.sessions.resolve import resolve
+
+# Tests of adapters fork dozens of workers, each of which would import peft for three seconds.
+warm_context().set_forkserver_preload(["toolkit.preload", "peft"])
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 

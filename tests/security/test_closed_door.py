@@ -27,6 +27,9 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT = datetime.timedelta(seconds=20)
 NOBODY = 65534
+ROOT = Path(__file__).parents[2]
+PLANTED = ("psutil", "datasets", "transformers", "torch", "yaml", "deepspeed")
+"""Modules in the current directory of a run: each would leave a mark, then break the run."""
 ROUNDS = 5
 """How often a stranger's process tries every port."""
 STRANGER = """
@@ -111,11 +114,16 @@ def test_lengths_are_checked_before_memory_is_taken() -> None:
 
 @pytest.fixture(params=["local", "deepspeed", "torchrun", "accelerate"])
 def running(request: pytest.FixtureRequest, recipe_mapping: dict[str, Any], tmp_path: Path) -> Iterator[psutil.Process]:
-    """A run of two processes under a launcher, with its first step done."""
+    """A run of two processes under a launcher, with its first step done, in a directory of planted modules."""
+    for name in PLANTED:
+        (tmp_path / f"{name}.py").write_text("open('EXECUTED', 'w')\nraise SystemExit('the wrong module')\n")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_mapping))
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "toolkit.cli", "train", str(tmp_path / "recipe.yaml"), "train.steps=1000000"]
-    process = subprocess.Popen([*command, "--nproc", "2", "--launcher", request.param, "--run-dir", str(run)])
+    command = [sys.executable, "-P", "-m", "toolkit.cli", "train", "recipe.yaml", "train.steps=1000000"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env.pop("PYTHONSAFEPATH", None)
+    words = [*command, "--nproc", "2", "--launcher", request.param, "--run-dir", "run"]
+    process = subprocess.Popen(words, cwd=tmp_path, env=env)
     try:
         deadline = time.monotonic() + 240
         while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
@@ -126,6 +134,7 @@ def running(request: pytest.FixtureRequest, recipe_mapping: dict[str, Any], tmp_
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 75
+    assert not (tmp_path / "EXECUTED").exists(), "a module of the current directory was imported"
 
 
 def test_another_user_finds_a_closed_door(running: psutil.Process) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.supervise import run_all
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def hangup_counts() -> Iterator[None]:
+    """Under nohup, SIGHUP is ignored, by children too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("number", "seconds"), [(signal.SIGTERM, 0.0), (signal.SIGHUP, 0.3), (signal.SIGTERM, 2.5)])

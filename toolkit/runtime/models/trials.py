@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.errors import first_line
 from toolkit.resources import user_cache
 from toolkit.runtime.distributed import rng
@@ -36,7 +38,8 @@ def tried(what: str, config: dict[str, Any], how: list[Any], trial: Callable[[],
         return known.reason if known is not None else _failed[key]
     before = rng.capture()
     try:
-        reason = trial()
+        with torch.enable_grad():  # a trial may be asked for inside another one, which computes no gradients
+            reason = trial()
     except Exception as error:
         _failed[key] = f"a trial on a tiny model failed: {first_line(error)}"
         return _failed[key]
