@@ -54,7 +54,7 @@ def test_frozen_weights_have_no_gradient_and_four_bits_cost_time() -> None:
     lora = job(LLAMA_2_7B, lora_rank=16)
     matmul = LLAMA_2_7B.params - LLAMA_2_7B.embedding_params
     tokens = lora.workload.tokens
-    attention = 12 * 32 * 4096 * 2048
+    attention = 6 * 32 * 4096 * 2048  # half of the square
     assert model_flops(lora) == pytest.approx(tokens * (4 * matmul + attention), rel=0.02)
     plan = Plan(strategy="data_parallel", dp=8, micro_batch=1, grad_accum=8)
     assert estimate(plan, lora).mfu < 0.65

@@ -30,7 +30,9 @@ def model_flops(job: Job) -> float:
 
 def _attention_flops(model: ModelSpec, seq_len: int) -> float:
     """Products of heads, head size and tokens that a query is compared with, summed over layers."""
-    whole, windowed = (seen_tokens(Slice(micro_batch=1, seq_len=seq_len, window=window)) for window in (0, model.window))
+    whole, windowed = (
+        seen_tokens(Slice(micro_batch=1, seq_len=seq_len, window=window)) for window in (0, model.window)
+    )
     layers = model.layers - model.window_layers
     return model.heads * model.head_dim * (layers * whole + model.window_layers * windowed)
 
