@@ -123,6 +123,7 @@ FOUND = [
     ("heartbeat", b'{"rank": 0, "step": 1, "time": "a", "pid": 1, "host": "a", "error": 3, "exit_code": 1}'),
     ("latest", b"[" * 100_000),
     ("plan of a run", json.dumps({**PLAN, "dp": "two"}).encode()),
+    ("plan of a run", json.dumps({**PLAN, "strategy": "\ud800"}).encode()),
     ("plan of a run", json.dumps({**PLAN, "memory": {"total": None}}).encode()),
 ]
 """Cases that once crashed or hung a reader."""

@@ -194,6 +194,8 @@ def _read_spec(run: RunDir) -> RunSpec:
         raise TypeError
     if any(type(bound) is not int for bound in axes["pipeline_bounds"]):
         raise TypeError
+    if not all(value.isprintable() for value in axes.values() if isinstance(value, str)):
+        raise TypeError
     seconds = {name: _number(value) for name, value in plan["time"].items()}
     memory = {name: int(_number(value)) for name, value in plan["memory"].items()}
     return RunSpec(

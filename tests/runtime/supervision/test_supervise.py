@@ -251,4 +251,5 @@ def test_a_full_disk_does_not_change_the_exit_code() -> None:
         "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost'); "
         "from toolkit.worker import drop_unwritten; drop_unwritten(); sys.exit(7)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 7
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # else nothing is left to flush
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 7
