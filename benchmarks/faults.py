@@ -23,17 +23,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import commands
 from benchmarks.harness.checkpoint_layouts import damage
 from benchmarks.harness.commands import at_step, leftovers, losses, toolkit
 from benchmarks.harness.disturbances import CLOCK_JUMPS, SLOW_FSYNC, injected, memory_group, mounted
-from benchmarks.harness.disturbed_run import EVERY, LAST, STEPS, STRATEGIES, Try
+from benchmarks.harness.disturbed_run import EVERY, LAST, MICRO_BATCH, STEPS, STRATEGIES, Try
 from benchmarks.harness.hosts import Hosts, why_not
 from toolkit.checkpoints import store
+from toolkit.launching import launchers
+from toolkit.recipe.file import load_recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir, check
 from toolkit.runtime.models.tiny_models import tiny_of_type
+from toolkit.runtime.supervision.warm_pool import run_warm
+from toolkit.sessions.resolve import resolve
 
 HANG_SECONDS = 8
 KIB = 1024
@@ -177,6 +185,8 @@ FAULTS: dict[str, Callable[[Try], None]] = {
     "out_of_memory": out_of_memory,
     "lost_host": lost_host,
 }
+WHOLE_COMMAND = ("damaged", "full_disk")
+"""Faults after which the command that resumes has something to mend."""
 NEED_ROOT = ("full_disk", "out_of_memory", "lost_host")
 
 
@@ -200,20 +210,41 @@ def examine(one: Try, expected: dict[int, float]) -> None:
     # A checkpoint that was damaged on purpose is lost, and so is one for which there was no room.
     if reached - newest > EVERY * (2 if one.fault in ("damaged", "full_disk") else 1):
         one.problems.append(f"step {reached} was reached, the newest whole checkpoint is {newest}")
-    log = one.run / "logs" / "rank-0.log"
-    before = log.stat().st_size if log.exists() else 0
+    code = resume(one)
+    began = [event["step"] for event in events(one.run) if event["kind"] == "resume"]
+    if code:
+        one.problems.append(f"resume ended with {code}")
+    elif losses(one.run) != expected:
+        one.problems.append("losses after the resume differ from those of an undisturbed run")
+    elif (began[-1] if began else 0) != newest:
+        one.problems.append(f"resumed from step {began[-1:]}, the newest whole checkpoint is {newest}")
+    check_orphans(one)
+
+
+def resume(one: Try) -> int:
+    """Resume the run, and return the exit code; sometimes in warm workers, which run the same code and start sooner."""
+    if one.fault not in WHOLE_COMMAND and one.rng.random() < 0.6:
+        recipe = load_recipe(RunDir(one.run).recipe, ["checkpoint.resume=auto"])
+        return train_warm(recipe, one.run, one.nproc)
     process = commands.start(toolkit("resume", str(one.run), "--nproc", str(one.nproc)), one.run)
     text, _ = process.communicate(timeout=400)
     one.text += text
-    said = text + (log.read_bytes()[before:].decode(errors="replace") if log.exists() else "")
-    began = re.search(r"resuming from \S+ \(step (\d+)\)", " ".join(said.split()))
-    if process.returncode:
-        one.problems.append(f"resume ended with {process.returncode}")
-    elif losses(one.run) != expected:
-        one.problems.append("losses after the resume differ from those of an undisturbed run")
-    elif (int(began[1]) if began else 0) != newest:
-        one.problems.append(f"resumed from step {began[1] if began else 0}, the newest whole checkpoint is {newest}")
-    check_orphans(one)
+    return process.returncode
+
+
+def train_warm(recipe: Recipe, run: Path, nproc: int) -> int:
+    """Train or resume in warm workers."""
+    resolve(replace(recipe, cluster="auto"), nproc).write(run, resuming=run.exists())
+    return max(map(abs, run_warm(launchers.commands("local", run, nproc, "cpu"))))
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    """Events of a run; a line that was cut short by the fault is left out."""
+    found = []
+    for line in (run / "events.jsonl").read_text().splitlines() if (run / "events.jsonl").exists() else []:
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def schedule(faults: Iterable[str], strategies: Iterable[str], rng: random.Random) -> Iterator[tuple[str, str]]:
@@ -238,7 +269,7 @@ def measure(minutes: float, seed: int, faults: list[str], strategies: list[str])
                 return
             recipe = sparse if strategy == "expert_parallel" else dense
             if strategy not in expected:
-                expected[strategy] = undisturbed(strategy, Path(name) / f"alone-{strategy}", recipe, rng)
+                expected[strategy] = undisturbed(strategy, Path(name) / f"alone-{strategy}", recipe)
             one = Try(fault, strategy, Path(name) / f"run-{number}", recipe, rng)
             try:
                 FAULTS[fault](one)
@@ -250,12 +281,10 @@ def measure(minutes: float, seed: int, faults: list[str], strategies: list[str])
             shutil.rmtree(one.run, ignore_errors=True)
 
 
-def undisturbed(strategy: str, run: Path, recipe: Path, rng: random.Random) -> dict[int, float]:
+def undisturbed(strategy: str, run: Path, recipe: Path) -> dict[int, float]:
     """Losses of a run without a fault."""
-    alone = Try("none", strategy, run, recipe, rng)
-    alone.start()
-    alone.end(0, "")
-    assert not alone.problems, alone.text
+    nproc, axes = STRATEGIES[strategy]
+    assert train_warm(load_recipe(recipe, [*axes, MICRO_BATCH]), run, nproc) == 0, strategy
     found = losses(run)
     assert len(found) == STEPS
     return found
@@ -299,6 +328,7 @@ def main() -> int:
     parser.add_argument("--faults", default=",".join(FAULTS), help="comma-separated; default: all")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated; default: all")
     args = parser.parse_args()
+    signal.signal(signal.SIGHUP, lambda *_: None)  # under nohup, children would inherit that it is ignored
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     asked, without = chosen(args.faults, FAULTS, parser), why_not()
     faults = [fault for fault in asked if not (without and fault in NEED_ROOT)]

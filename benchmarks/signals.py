@@ -185,6 +185,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGHUP, lambda *_: None)  # under nohup, children would inherit that it is ignored
     outcomes = measure(args.count, args.seed)
     print(summary(outcomes))
     return 0 if all(one.ok for one in outcomes) else 1

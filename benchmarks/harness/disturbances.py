@@ -67,9 +67,7 @@ class MemoryGroup:
             except OSError:
                 time.sleep(0.05)
         code = f"import time; held = bytearray({BALLAST_BYTES}); time.sleep(3)"
-        # The ballast itself is spared: a worker has to go.
-        spared = 'echo -1000 > /proc/self/oom_score_adj; exec "$0" "$@"'
-        return subprocess.Popen([*self.prefix, "sh", "-c", spared, sys.executable, "-S", "-c", code])
+        return subprocess.Popen([*self.prefix, sys.executable, "-S", "-c", code])
 
 
 @contextmanager

@@ -33,6 +33,8 @@ STRATEGIES: dict[str, tuple[int, tuple[str, ...]]] = {
     "local_sgd": (2, ("strategy.name=local_sgd", "strategy.islands=2", "strategy.local_steps=4")),
 }
 """Name → number of processes and overrides."""
+MICRO_BATCH = "strategy.micro_batch=2"
+"""Fixed, so that a run on two hosts and its resume on one take the same sums."""
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Try:
 
     def start(self, *overrides: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         """Start the training command."""
-        axes = (*STRATEGIES[self.strategy][1], "strategy.micro_batch=2")
+        axes = (*STRATEGIES[self.strategy][1], MICRO_BATCH)
         options = self.options or ("--nproc", str(self.nproc))
         words = ("train", str(self.recipe), *axes, *overrides, "--run-dir", str(self.run), *options)
         self.process = commands.start([*prefix, *toolkit(*words)], self.run, self.env)
