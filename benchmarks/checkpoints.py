@@ -78,7 +78,7 @@ def corruptions(count: int, root: Path) -> dict[str, Any]:
         _, name = damage(path, rng)
         found = check(path)
         detected += bool(found)
-        named += any(fault.where in (name, MANIFEST) for fault in found)
+        named += any(problem.where in (name, MANIFEST) for problem in found)
         shutil.rmtree(path)
     return {"corruptions": count, "detected": detected, "named": named}
 

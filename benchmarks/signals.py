@@ -4,13 +4,13 @@
 
 Each try starts `toolkit train` with `--max-restarts 2`, sends SIGTERM, SIGUSR1 or SIGHUP, and checks the exit code (75,
 or 0 for a run that had finished), that no process is left, and that a resume gives exactly the losses of a run that was
-never stopped.
+never stopped. One in four of the stopped runs is resumed by `toolkit resume`; the others by warm workers, which start
+sooner and run the same code. Counts are printed after each try, so that they survive an early end.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -22,13 +22,29 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-import yaml
-
-from benchmarks.harness.tiny_llama import TINY_LLAMA
+from benchmarks.harness import commands
+from benchmarks.harness.commands import at_step, leftovers, losses, toolkit
+from toolkit.launching import launchers
+from toolkit.recipe.file import load_recipe
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision.warm_pool import run_warm
+from toolkit.sessions.resolve import resolve
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STEPS = 40
+EVERY = 10
+BY_COMMAND = 0.25
+"""Fraction of stopped runs that are resumed by a command."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a signal is sent."""
+
+    step: int
+    """After this step; 0: after the first fork."""
+    seconds: float
+    """So much later."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +52,13 @@ class Outcome:
     """How one try ended."""
 
     signal: str
-    after_seconds: float
-    """From the first fork to the signal."""
+    moment: Moment
     code: int
     orphans: int
     exact: bool
-    """Whether the resumed run has the losses of a run that was never stopped."""
+    """Whether the run, resumed if it was stopped, has the losses of a run that was never stopped."""
+    resumed: str
+    """How it was resumed; `not` for a run that had finished, or had written nothing."""
     text: str
 
     @property
@@ -52,43 +69,22 @@ class Outcome:
 
 def write_recipe(directory: Path) -> Path:
     """Write a recipe that trains for some seconds, with checkpoints, and return its path."""
-    recipe = {
-        "name": "signals",
-        "model": {"config": dict(TINY_LLAMA), "precision": "fp32"},
-        "data": {"path": "synthetic", "tokenizer": "bytes", "seq_len": 32},
-        "train": {"global_batch": 8, "steps": STEPS, "lr": 1e-2},
-        "checkpoint": {"every": 10},
-        "metrics": {"console": False, "wandb": {"mode": "disabled"}},
-    }
-    path = directory / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
+    return commands.write_recipe(directory, STEPS, EVERY)
 
 
-def losses(run: Path) -> dict[int, float]:
-    """Step → loss of a run."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
-
-
-def command(*words: str) -> list[str]:
-    """A command of the toolkit."""
-    return [sys.executable, "-m", "toolkit.cli", *words]
+def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
+    """Start a run of two processes."""
+    words = ("train", str(recipe), "--nproc", "2", "--run-dir", str(run), "--max-restarts", "2")
+    return commands.start(toolkit(*words), run)
 
 
 def reference(recipe: Path, run: Path) -> tuple[dict[int, float], float]:
     """Losses of a run that is never stopped, and its seconds from the first fork to the end."""
     process = start(recipe, run)
     forked = wait_for_fork(process)
-    process.communicate()
-    assert process.returncode == 0, "the run without a signal failed"
+    text, _ = process.communicate()
+    assert process.returncode == 0, text
     return losses(run), time.monotonic() - forked
-
-
-def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
-    """Start a run of two processes."""
-    words = ("train", str(recipe), "--nproc", "2", "--run-dir", str(run), "--max-restarts", "2")
-    return subprocess.Popen(command(*words), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def wait_for_fork(process: subprocess.Popen[str]) -> float:
@@ -99,54 +95,88 @@ def wait_for_fork(process: subprocess.Popen[str]) -> float:
     return time.monotonic()
 
 
-def try_one(recipe: Path, run: Path, expected: dict[int, float], number: signal.Signals, seconds: float) -> Outcome:
+def try_one(recipe: Path, run: Path, expected: dict[int, float], number: signal.Signals, moment: Moment) -> Outcome:
     """Start, wait, send the signal, look at what is left, resume."""
     process = start(recipe, run)
     wait_for_fork(process)
-    time.sleep(seconds)
+    at_step(run, moment.step, process)
+    time.sleep(moment.seconds)
     if process.poll() is None:
         os.kill(process.pid, number)
-    text, _ = process.communicate(timeout=120)
-    orphans = len(leftovers(run))
-    exact = process.returncode == 0
+    try:
+        text, _ = process.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        text = process.communicate()[0] + "\nno end within 180 s"
+    orphans, resumed = len(leftovers(run)), "not"
     if process.returncode == 75 and (run / "recipe.yaml").is_file():
-        done = subprocess.run(command("resume", str(run)), capture_output=True, text=True, timeout=300)
-        exact = done.returncode == 0 and losses(run) == expected
-        text += done.stdout + done.stderr
-    return Outcome(number.name, seconds, process.returncode, orphans, exact, text)
+        resumed = "by command" if random.Random(run.name).random() < BY_COMMAND else "by warm workers"
+        text += resume(run) if resumed == "by command" else resume_warm(run)
+        orphans += len(leftovers(run))
+    written = resumed != "not" or process.returncode == 0
+    exact = losses(run) == expected if written else not losses(run)
+    return Outcome(number.name, moment, process.returncode, orphans, exact, resumed, text)
 
 
-def leftovers(run: Path) -> list[int]:
-    """Processes that still name the run directory on their command line."""
-    found = []
-    for process in psutil.process_iter(["pid", "cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        if process.info["status"] != psutil.STATUS_ZOMBIE and str(run) in words:
-            found.append(process.info["pid"])
-    return found
+def resume(run: Path) -> str:
+    """Resume with a command; return what it said."""
+    process = commands.start(toolkit("resume", str(run)), run)
+    return process.communicate(timeout=300)[0]
+
+
+def resume_warm(run: Path) -> str:
+    """Resume in warm workers."""
+    resolved = resolve(load_recipe(RunDir(run).recipe), 2)
+    resolved.write(run, resuming=True)
+    return f"exit codes {run_warm(launchers.commands('local', run, 2, 'cpu'))} of warm workers"
+
+
+def moment_of(generator: random.Random, life_seconds: float) -> Moment:
+    """A random moment: any time after the first fork, a step, or close to the end."""
+    kind = generator.random()
+    if kind < 0.45:
+        return Moment(0, generator.uniform(0, life_seconds))
+    if kind < 0.85:
+        return Moment(generator.randrange(1, STEPS), generator.uniform(0, 0.1))
+    return Moment(STEPS, generator.uniform(0, 1.5))
 
 
 def measure(count: int, seed: int) -> list[Outcome]:
     """Try so many random moments."""
-    generator, outcomes = random.Random(seed), []
+    generator = random.Random(seed)
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="signals-") as name:
         directory = Path(name)
         recipe = write_recipe(directory)
         expected, life = reference(recipe, directory / "reference")
         for number in range(count):
-            seconds = generator.uniform(0, life)
             chosen = SIGNALS[number % 3] if number % 2 else signal.SIGTERM
-            outcomes.append(try_one(recipe, directory / f"run-{number}", expected, chosen, seconds))
-            show(number, outcomes[-1])
+            moment = moment_of(generator, life)
+            outcomes.append(try_one(recipe, directory / f"run-{number}", expected, chosen, moment))
+            show(outcomes)
     return outcomes
 
 
-def show(number: int, outcome: Outcome) -> None:
-    """Print one try; with everything that was said if it went wrong."""
-    words = f"{outcome.signal} after {outcome.after_seconds:.2f} s: exit code {outcome.code}"
-    print(f"{number + 1}: {words}, {outcome.orphans} orphans, exact resume {outcome.exact}", flush=True)
-    if not outcome.ok:
-        print(outcome.text, flush=True)
+def show(outcomes: list[Outcome]) -> None:
+    """Print the last try, with everything that was said if it went wrong, and the counts so far."""
+    last = outcomes[-1]
+    words = f"{last.signal} {last.moment.seconds:.2f} s after step {last.moment.step}: exit code {last.code}"
+    exact = "exact" if last.exact else "NOT exact"
+    print(f"{len(outcomes)}: {words}, {last.orphans} orphans, resumed {last.resumed}, {exact}", flush=True)
+    if not last.ok:
+        print(last.text[-6000:], flush=True)
+    print(f"   {summary(outcomes)}", flush=True)
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    """The counts in one line."""
+    codes, resumed = Counter(one.code for one in outcomes), Counter(one.resumed for one in outcomes)
+    orphans = sum(one.orphans for one in outcomes)
+    other = sum(number for code, number in codes.items() if code not in (0, 75))
+    return (
+        f"{sum(one.ok for one in outcomes)} of {len(outcomes)} ok; exit code 75: {codes[75]}, finished: {codes[0]}, "
+        f"other: {other}; {orphans} orphans; resumed {dict(resumed)}"
+    )
 
 
 def main() -> int:
@@ -155,10 +185,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGHUP, lambda *_: None)  # under nohup, children would inherit that it is ignored
     outcomes = measure(args.count, args.seed)
-    print(
-        f"{sum(one.ok for one in outcomes)} of {len(outcomes)} ok; exit codes {dict(Counter(o.code for o in outcomes))}"
-    )
+    print(summary(outcomes))
     return 0 if all(one.ok for one in outcomes) else 1
 
 

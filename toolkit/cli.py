@@ -108,9 +108,13 @@ def _failed(error: Exception, given: Sequence[str]) -> int:
     if isinstance(error, ToolkitError):
         print(error, file=sys.stderr)
         return error.exit_code
-    if isinstance(error, OSError) and error.errno in _PLACES and isinstance(error.filename, str | bytes):
-        print(f"{os.fsdecode(error.filename)}: {_PLACES[error.errno]}", file=sys.stderr)
-        return 2
+    if isinstance(error, OSError) and error.errno in _PLACES:
+        if isinstance(error.filename, str | bytes):
+            print(f"{os.fsdecode(error.filename)}: {_PLACES[error.errno]}", file=sys.stderr)
+            return 2
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # errors of writing name no file
+            print(f"a file could not be written: {_PLACES[error.errno]}", file=sys.stderr)
+            return 2
     from toolkit.secrets import redact_text, secrets_in
 
     hidden = secrets_in(env)

@@ -94,14 +94,14 @@ def redact_text(text: str, known: Iterable[str] = ()) -> str:
     return text
 
 
-def secret_faults(value: Any, where: str = "") -> Iterator[Problem]:
+def secret_problems(value: Any, where: str = "") -> Iterator[Problem]:
     """Yield a problem for every value of a recipe that looks like a secret; the message does not repeat the value."""
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from secret_faults(item, f"{where}.{key}" if where else str(key))
+            yield from secret_problems(item, f"{where}.{key}" if where else str(key))
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from secret_faults(item, f"{where}[{number}]")
+            yield from secret_problems(item, f"{where}[{number}]")
     elif isinstance(value, str):
         for shape in SHAPES:
             if shape.refused and shape.pattern.search(value):

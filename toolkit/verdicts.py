@@ -62,7 +62,9 @@ class VerdictFile:
 
 
 def _is_verdict(found: object) -> bool:
-    return isinstance(found, dict) and type(found.get("ok")) is bool and isinstance(found.get("reason"), str)
+    if not isinstance(found, dict) or type(found.get("ok")) is not bool or not isinstance(found.get("reason"), str):
+        return False
+    return not any("\ud800" <= character <= "\udfff" for character in found["reason"])  # half a character: no text
 
 
 def installed(libraries: Iterable[str]) -> list[str]:

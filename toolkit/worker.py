@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -98,8 +98,10 @@ class Rank:
     def end(self, code: int, error: str) -> int:
         """Tell the log and the supervisor how it ended."""
         if self.pulse is not None:
-            print(error, file=sys.stderr, flush=True)
-            self.pulse.end(code, error)
+            with suppress(OSError):  # a full disk: the terminal is told below
+                print(error, file=sys.stderr, flush=True)
+            if not self.pulse.end(code, error) and code:
+                self.warn(f"rank {self.number} failed: {error}")
         self.held.close()
         return code
 
@@ -115,12 +117,13 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     try:
         _run(args, rank)
     except ToolkitError as error:
-        # The same fault meets every rank: one of them says it.
+        # The same problem meets every rank: one of them says it.
         if rank.number == 0:
             print(error, file=rank.terminal.err, flush=True)
         return rank.end(error.exit_code, str(error))
     except Exception as error:
-        traceback.print_exc()
+        with suppress(OSError):  # the disk of the log is full
+            traceback.print_exc()
         text = f"{type(error).__name__}: {error}"
         if rank.parent is None:
             print(f"rank {rank.number} failed: {text}", file=rank.terminal.err, flush=True)
@@ -139,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace, rank: Rank) -> None:
     resolved = None
-    if args.recipe is not None:  # every rank finds faults of the input before torch is imported
+    if args.recipe is not None:  # every rank finds problems of the input before torch is imported
         recipe = load_recipe(find_recipe(args.recipe), args.overrides)
         recipe = check(recipe, os.environ, lambda note: rank.number or print(note, file=rank.terminal.err))
         resolved = _resolve(recipe)
@@ -197,6 +200,15 @@ def _choose_interface(world: World) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def drop_unwritten() -> None:
+    """Drop output that a full disk does not take: Python would try again at its end, and exit with code 120 instead."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+
+
 def _choose_algorithm(recipe: Recipe) -> None:
     """NCCL reads it when it starts; set here, it is the same under every launcher."""
     os.environ.update(nccl_settings(recipe.train.reduce.algorithm, os.environ))
@@ -218,4 +230,5 @@ def _prepare(resolved: Resolved, wanted: Path | None, rank: Rank) -> RunDir:
 if __name__ == "__main__":
     CODE = main(stop=EARLY)
     ignore()  # Python would restore the default, and the exit code would be lost
+    drop_unwritten()
     sys.exit(CODE)

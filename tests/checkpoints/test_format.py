@@ -24,7 +24,7 @@ from toolkit.checkpoints.format import (
     canonical_json,
     dump_index,
     dump_manifest,
-    faults,
+    file_problems,
     parse_index,
     parse_manifest,
     parse_state,
@@ -64,7 +64,7 @@ def test_a_committed_checkpoint_is_whole(tmp_path: Path) -> None:
     path = make(tmp_path, 10)
     assert check(path) == []
     assert store.steps(tmp_path) == [10]
-    assert store.latest_fault(tmp_path) is None
+    assert store.latest_problem(tmp_path) is None
     assert json.loads((tmp_path / "latest").read_text())["checkpoint"] == "step-00000010"
 
 
@@ -77,7 +77,7 @@ def test_every_corruption_is_found_and_named(tmp_path: Path) -> None:
         kind, name = damage(path, rng)
         found = check(path)
         assert found, f"{number}: {kind} of {name} was not noticed"
-        named = {fault.where for fault in found}
+        named = {problem.where for problem in found}
         assert name in named or MANIFEST in named, f"{number}: {kind} of {name} was reported as {named}"
         shutil.rmtree(tmp_path / "b")
 
@@ -85,7 +85,7 @@ def test_every_corruption_is_found_and_named(tmp_path: Path) -> None:
 def test_files_of_another_checkpoint_are_found(tmp_path: Path) -> None:
     first, second = make(tmp_path, 10, seed=1), make(tmp_path, 20, seed=2)
     shutil.copy(first / "rank-00000-0.safetensors", second / "rank-00000-0.safetensors")
-    assert [fault.where for fault in check(second)] == ["rank-00000-0.safetensors"]
+    assert [problem.where for problem in check(second)] == ["rank-00000-0.safetensors"]
     shutil.rmtree(second)
     os.rename(first, second)
     assert "belongs to step 10, but is in the directory of step 20" in str(check(second)[0])
@@ -202,7 +202,7 @@ def test_a_full_disk_is_said_before_a_byte_is_written(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="GB are free"):
         store.begin(tmp_path, 2, 2**60)
     assert store.steps(tmp_path) == [1]
-    assert faults(store.path_of(tmp_path, 1)) == []
+    assert file_problems(store.path_of(tmp_path, 1)) == []
 
 
 def test_a_damaged_latest_is_named(tmp_path: Path) -> None:
@@ -213,4 +213,4 @@ def test_a_damaged_latest_is_named(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[bit // 8] ^= 1 << bit % 8
         latest.write_bytes(bad)
-        assert store.latest_fault(tmp_path) is not None, bit
+        assert store.latest_problem(tmp_path) is not None, bit

@@ -96,6 +96,7 @@ def test_a_crash_log_is_written_without_a_home_directory(
         (OSError(30, "Read-only file system", "/some/where"), 2, "/some/where: it is on a read-only file system"),
         (PermissionError(13, "Permission denied", b"/some/where"), 2, "/some/where: permission denied"),
         (OSError(28, "No space left on device", "/some/where"), 2, "the disk is full"),
+        (OSError(28, "No space left on device"), 2, "a file could not be written: the disk is full"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

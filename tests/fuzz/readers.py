@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import yaml
 from rich.console import Console
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
+from toolkit.checkpoints import store
 from toolkit.checkpoints.element_runs import StridedRange
 from toolkit.checkpoints.format import (
     FileEntry,
@@ -28,7 +30,9 @@ from toolkit.checkpoints.format import (
 )
 from toolkit.clusters import reader as cluster_reader
 from toolkit.cost.validation import validate
+from toolkit.errors import BadInput
 from toolkit.launching.hostfile import read_hostfile
+from toolkit.models import meta_spec
 from toolkit.models.spec import load_model_config, read_model_config
 from toolkit.plans.split_verdicts import Axes, Proofs
 from toolkit.recipe.file import load_recipe
@@ -37,13 +41,15 @@ from toolkit.reports import run_page
 from toolkit.reports.reader import read_run
 from toolkit.reports.template import fill
 from toolkit.reports.terminal import show
-from toolkit.run_dir import heartbeat, layout
+from toolkit.run_dir import heartbeat, layout, lock
 from toolkit.runtime.corpus import sources
 from toolkit.runtime.corpus.formats import make_format
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.corpus.tokenizer import Bytes, load_tokenizer
 from toolkit.runtime.sinks.local_files import keep_until
+from toolkit.runtime.supervision.supervise import OwnWorkers, Watch, first_to_fail, hang_message
 from toolkit.secrets import redact
+from toolkit.verdicts import VerdictFile
 
 STATS = {"min": 0.1, "mean": 0.2, "max": 0.3, "min_rank": 0, "max_rank": 1}
 RECORD = {
@@ -55,6 +61,7 @@ RECORD = {
 PLAN = {
     "strategy": "zero", "dp": 2, "tp": 1, "pp": 1, "sp": 1, "ep": 1, "zero_stage": 2, "micro_batch": 1, "grad_accum": 2,
     "time": {"compute": 0.1, "total": 0.1}, "memory": {"params": 10, "total": 10}, "memory_limit_bytes": 100,
+    "pipeline_bounds": [], "model_flops": 1e9, "peak_flops": 1e12, "hardware_flops": 1e9, "link_bytes_per_second": 1e9,
 }  # fmt: skip
 SUMMARY = {
     "status": "done",
@@ -69,6 +76,11 @@ RECIPE = {
     "data": {"path": "synthetic", "tokenizer": "bytes", "seq_len": 32},
     "train": {"global_batch": 8, "steps": 4},
 }
+COUNTS = {
+    "layers": [100, 120], "experts": [0, 20], "outside": 50, "head": 20, "tied": False,
+    "text": {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "num_experts": 4, "hidden_act": "silu"},
+}  # fmt: skip
+VERDICT_KEY = "head:llama:0"
 FILES = {"a": FileEntry(400, "0" * 64)}
 CSV = Path(__file__).parents[2] / "benchmarks" / "data" / "published.csv"
 
@@ -120,7 +132,7 @@ def _cache(changed: str) -> Reader:
     def read(data: bytes, directory: Path) -> None:
         from_lists([np.arange(9)], labels=np.zeros(1, np.int64)).save(directory)
         (directory / changed).write_bytes(data)
-        if Documents.fault(directory, 258) is None:
+        if Documents.problem(directory, 258) is None:
             Documents.open(directory).document(0)
 
     def valid(directory: Path) -> bytes:
@@ -144,7 +156,49 @@ def _beats(data: bytes, directory: Path) -> None:
     path = heartbeat.path_of(directory, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    heartbeat.read_all(directory)
+    beats = heartbeat.read_all(directory)
+    first_to_fail({0: 1}, beats)
+    Watch(1.0).look(beats, 0.0)
+    OwnWorkers(layout.RunDir(directory.parent)).pids()
+    hang_message(beats, [], {}, layout.RunDir(directory), 1.0).encode("utf-8", "replace")
+
+
+def _plan(path: Path) -> None:
+    run = layout.RunDir(path.parent)
+    run.recipe.write_bytes(_json(RECIPE))
+    run.deepspeed.write_text("{}")
+    layout.read(run).plan.describe().encode()
+
+
+def _verdict(path: Path) -> None:
+    found = VerdictFile(path, "tried again").get(VERDICT_KEY)
+    assert found is None or found.reason.encode() is not None
+
+
+def _lock(path: Path) -> None:
+    """A lock is replaced, or refused with a message that can be printed."""
+    with lock.hold(path.parent, lambda text: text.encode(), path.name):
+        pass
+
+
+def _latest(path: Path) -> None:
+    str(store.latest_problem(path.parent)).encode()
+
+
+def _shapes(data: bytes, directory: Path) -> None:
+    """A cached count that is not one is counted again; here that ends in a message."""
+    config = {"model_type": "mamba", "hidden_size": 64}
+    with mock.patch.multiple(meta_spec, user_cache=lambda: directory, COUNTER="no.such.module", _run=_no_count):
+        path = directory / "shapes" / f"mamba-{meta_spec._digest(config)}.json"
+        path.parent.mkdir()
+        path.write_bytes(data)
+        spec = read_model_config(config)
+    assert spec.params >= spec.active_params >= 0
+    assert spec.hidden // spec.heads >= 0
+
+
+def _no_count(kind: str, config: Any) -> dict[str, Any]:
+    raise BadInput("model config", "the cached count is damaged")
 
 
 def _tokenizer(data: bytes, directory: Path) -> None:
@@ -176,7 +230,9 @@ READERS: dict[str, Reader] = {
     "plan of a report": Reader(_json(PLAN), _report("plan.json")),
     "summary": Reader(_json(SUMMARY), _report("summary.json")),
     "recipe of a report": Reader(yaml.safe_dump(RECIPE).encode(), _report("recipe.yaml")),
-    "plan of a run": Reader(_json(PLAN), _file("plan.json", lambda path: layout.read(layout.RunDir(path.parent)))),
+    "plan of a run": Reader(_json(PLAN), _file("plan.json", _plan)),
+    "lock": Reader(_json({"host": "elsewhere", "pid": 1, "started": "1"}), _file("lock.json", _lock)),
+    "latest": Reader(_json({"checkpoint": "step-00000003", "manifest_sha256": "0" * 64}), _file("latest", _latest)),
     "metrics of a resumed run": Reader(
         _json(RECORD) + b"\n", _file("metrics.jsonl", lambda path: keep_until(path, 1, lambda text: None))
     ),
@@ -184,6 +240,8 @@ READERS: dict[str, Reader] = {
         _json({"llama:0": {"ok": True, "reason": ""}}),
         _file("proofs.json", lambda path: Proofs(path).get({}, Model(path="x"), Axes(2, 1, 1))),
     ),
+    "verdicts": Reader(_json({VERDICT_KEY: {"ok": True, "reason": ""}}), _file("trials.json", _verdict)),
+    "shapes": Reader(_json(COUNTS), _shapes),
     "heartbeat": Reader(_json({"rank": 0, "step": 1, "time": 1.0, "pid": 1, "host": "a"}), _beats),
     "token cache, meta.json": _cache("meta.json"),
     "token cache, tokens": _cache("tokens.npy"),

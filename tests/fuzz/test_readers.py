@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz.readers import READERS, Reader
+from tests.fuzz.readers import PLAN, READERS, Reader
 from toolkit.errors import ToolkitError
 
 HOSTILE = [
@@ -74,8 +74,11 @@ def check(reader: Reader, data: bytes) -> None:
 @pytest.mark.parametrize("name", READERS)
 def test_the_valid_file_is_read(name: str, tmp_path: Path) -> None:
     """Else the others would test nothing but the first check."""
-    if name != "plan of a run":  # its recipe is missing
-        READERS[name].read(READERS[name].valid, tmp_path)
+    if name == "lock":  # a valid lock of another host is refused
+        with pytest.raises(ToolkitError, match="is in use by the run of process 1 on elsewhere"):
+            READERS[name].read(READERS[name].valid, tmp_path)
+        return
+    READERS[name].read(READERS[name].valid, tmp_path)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -112,6 +115,15 @@ FOUND = [
     ("rows", b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     ("documents", b"\xff"),
     ("state", b'{"step": 3, "samples": Infinity}'),
+    ("shapes", b'{"layers": [100, 120]}'),
+    ("shapes", b'{"layers": ["a"], "experts": [null], "outside": 1, "head": 0, "tied": false, "text": {}}'),
+    ("shapes", b'{"layers": [1], "experts": [0], "outside": 1, "head": 0, "tied": false, "text": []}'),
+    ("shapes", b"[" * 100_000),
+    ("verdicts", b'{"head:llama:0": {"ok": false, "reason": "\\ud800"}}'),
+    ("heartbeat", b'{"rank": 0, "step": 1, "time": "a", "pid": 1, "host": "a", "error": 3, "exit_code": 1}'),
+    ("latest", b"[" * 100_000),
+    ("plan of a run", json.dumps({**PLAN, "dp": "two"}).encode()),
+    ("plan of a run", json.dumps({**PLAN, "strategy": "\ud800"}).encode()),
 ]
 """Cases that once crashed or hung a reader."""
 

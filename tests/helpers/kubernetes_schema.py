@@ -13,7 +13,7 @@ LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 PLAIN = {"str": str, "int": int, "bool": bool, "object": object, "float": float}
 
 
-def faults(value: Any, kind: str, where: str = "") -> list[str]:
+def problems(value: Any, kind: str, where: str = "") -> list[str]:
     """What is wrong with a value of an OpenAPI type, e.g. `list[V1EnvVar]`."""
     if kind in PLAIN:
         is_right = isinstance(value, PLAIN[kind]) and not (kind == "int" and isinstance(value, bool))
@@ -22,21 +22,23 @@ def faults(value: Any, kind: str, where: str = "") -> list[str]:
     if inner and kind.startswith("list"):
         if not isinstance(value, list):
             return [f"{where}: {value!r} is no list"]
-        return [fault for number, item in enumerate(value) for fault in faults(item, inner[1], f"{where}[{number}]")]
+        return [
+            problem for number, item in enumerate(value) for problem in problems(item, inner[1], f"{where}[{number}]")
+        ]
     if not isinstance(value, dict):
         return [f"{where}: {value!r} is no mapping"]
     if inner:
-        return [fault for key, item in value.items() for fault in faults(item, inner[1], f"{where}.{key}")]
-    return _object_faults(value, kind, where)
+        return [problem for key, item in value.items() for problem in problems(item, inner[1], f"{where}.{key}")]
+    return _object_problems(value, kind, where)
 
 
-def _object_faults(value: dict[str, Any], kind: str, where: str) -> list[str]:
+def _object_problems(value: dict[str, Any], kind: str, where: str) -> list[str]:
     model = getattr(kubeflow_models, kind, None) or getattr(kubernetes_models, kind)
     types = {model.attribute_map[name]: given for name, given in model.openapi_types.items()}
     found = [f"{where}.{key}: unknown key of {kind}" for key in value if key not in types]
     for key, item in value.items():
         if key in types:
-            found += faults(item, types[key], f"{where}.{key}")
+            found += problems(item, types[key], f"{where}.{key}")
     return found + _missing(value, model, where)
 
 

@@ -90,8 +90,8 @@ def manifest(recipe: Path, out: Path, *more: str) -> tuple[dict[str, Any], dict[
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 def test_kubernetes_manifests_keep_to_the_schema(recipe: Path, tmp_path: Path, cluster: str) -> None:
     config, job = manifest(recipe, tmp_path / "k", cluster, f"name={'Long_' * 12}x")
-    assert kubernetes_schema.faults(config, "V1ConfigMap") == []
-    assert kubernetes_schema.faults(job, "KubeflowOrgV1PyTorchJob") == []
+    assert kubernetes_schema.problems(config, "V1ConfigMap") == []
+    assert kubernetes_schema.problems(job, "KubeflowOrgV1PyTorchJob") == []
     for document in (config, job):
         assert kubernetes_schema.LABEL.fullmatch(document["metadata"]["name"])
     for role in job["spec"]["pytorchReplicaSpecs"].values():
@@ -108,7 +108,7 @@ def test_the_schema_finds_problems(recipe: Path, tmp_path: Path) -> None:
     role["template"]["spec"]["containers"][0]["volumeMount"] = []
     role["replicas"] = "1"
     del role["template"]["spec"]["volumes"][0]["name"]
-    assert len(kubernetes_schema.faults(job, "KubeflowOrgV1PyTorchJob")) == 3
+    assert len(kubernetes_schema.problems(job, "KubeflowOrgV1PyTorchJob")) == 3
 
 
 def test_kubernetes_manifest(recipe: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from toolkit import cli
 from toolkit.launching import machine_checks
 from toolkit.launching.environment import has_wandb_key
-from toolkit.launching.machine_checks import CheckContext, cgroup_limit_bytes, examine
+from toolkit.launching.machine_checks import CheckContext, cgroup_limit_bytes, examine, full_disk
 
 
 def context(tmp_path: Path, **env: str) -> CheckContext:
@@ -51,7 +52,7 @@ def test_an_old_library_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_hole_in_a_package_that_is_not_installed_is_not_reported(tmp_path: Path) -> None:
-    """Nothing here has a known hole, and absent optional packages are no fault."""
+    """Nothing here has a known hole, and absent optional packages are no problem."""
     assert {finding.level for finding in examine(context(tmp_path), (machine_checks.versions,))} == {"ok"}
 
 
@@ -103,3 +104,10 @@ def test_the_memory_limit_of_a_control_group(
         (tmp_path / name).write_text(text)
     (tmp_path / "own").write_text(own)
     assert cgroup_limit_bytes(tmp_path, tmp_path / "own") == limit
+
+
+def test_a_full_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    assert full_disk(tmp_path) == full_disk(tmp_path / "missing") == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=4096))
+    assert full_disk(tmp_path) == [f"No space left on device: {tmp_path} has 4 KiB free"]

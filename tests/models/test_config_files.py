@@ -10,7 +10,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import BadInput
+from toolkit.models import meta_spec
 from toolkit.models.spec import LARGEST_BYTES, load_model_config, read_model_config
+from toolkit.resources import user_cache
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 
@@ -117,3 +119,27 @@ def test_a_type_that_can_not_be_built_says_why(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("toolkit.models.meta_spec.COUNTER", "no.such.module")
     with pytest.raises(BadInput, match="could not build it from this config"):
         read_model_config({"model_type": "mamba"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"\xff", b"[" * 100_000, b"[]", b'{"layers": [1, 2]}',
+        b'{"layers": ["a"], "experts": [0], "outside": 1, "head": 0, "tied": false, "text": {}}',
+        b'{"layers": [1], "experts": [0], "outside": null, "head": 0, "tied": false, "text": {}}',
+        b'{"layers": [1], "experts": [], "outside": 1, "head": 0, "tied": false, "text": {}}',
+        b'{"layers": [1], "experts": [0], "outside": 1, "head": 0, "tied": false, "text": [1]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_count_in_the_cache_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    config = {"model_type": "mamba", "hidden_size": 64}
+    count = {"layers": [5, 7], "experts": [0, 0], "outside": 9, "head": 4, "tied": False, "text": {"hidden_size": 64}}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(meta_spec, "_run", lambda kind, given: count)
+    right = read_model_config(config)
+    (file,) = (user_cache() / "shapes").iterdir()
+    file.write_bytes(damage)
+    assert read_model_config(config) == right
+    assert json.loads(file.read_bytes()) == count

@@ -258,7 +258,7 @@ def test_type_that_only_transformers_knows_is_counted(model_type: str) -> None:
         assert needs_counting(model_type)
 
 
-def test_all_faults_at_once() -> None:
+def test_all_problems_at_once() -> None:
     config = {"model_type": "llama", "hidden_size": "abc", "num_hidden_layers": -1, "vocab_size": 0, "mlp_bias": 3}
     named = {problem.where for problem in refusal(config).problems}
     assert named == {"hidden_size", "num_hidden_layers", "vocab_size", "mlp_bias"}
@@ -293,7 +293,7 @@ def test_all_faults_at_once() -> None:
         ({"model_type": "hy_v3", "mlp_layer_types": 3}, "mlp_layer_types", "not a list of names"),
     ],
 )
-def test_fault_names_the_key(config: dict[str, Any], where: str, what: str) -> None:
+def test_problem_names_the_key(config: dict[str, Any], where: str, what: str) -> None:
     (problem,) = refusal(config).problems
     assert problem.where == where
     assert what in problem.what

@@ -53,8 +53,8 @@ def test_a_real_model_has_fewer_layers_beside_its_head() -> None:
     [((0, 3), "2 stages need 3"), ((1, 3, 6), "from 0 to"), ((0, 3, 5), "from 0 to"), ((0, 6, 6), "ascend")],
 )
 def test_bounds_of_a_recipe_are_checked(bounds: tuple[int, ...], words: str) -> None:
-    fault = bounds_problem(bounds, layers=6, stages=2)
-    assert fault is not None
-    assert words in fault
-    assert "[0, 3, 6]" in fault
+    problem = bounds_problem(bounds, layers=6, stages=2)
+    assert problem is not None
+    assert words in problem
+    assert "[0, 3, 6]" in problem
     assert bounds_problem((0, 4, 6), layers=6, stages=2) is None

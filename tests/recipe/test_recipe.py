@@ -1,4 +1,4 @@
-"""Recipes: every fault is found, all at once, with its key path; nothing else gets through."""
+"""Recipes: every problem is found, all at once, with its key path; nothing else gets through."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_defaults_follow_the_contract() -> None:
     assert (recipe.train.grad_clip, recipe.train.warmup, recipe.metrics.wandb.mode) == (1.0, 0.03, "offline")
 
 
-def test_all_faults_come_in_one_message_with_the_nearest_key() -> None:
+def test_all_problems_come_in_one_message_with_the_nearest_key() -> None:
     message = problems({"model": {"path": "x"}, "train": {"global_bacth": 4, "lr": -1, "steps": "many"}, "outptu": 1})
     assert message.startswith("recipe: 4 problems")
     assert "train.global_bacth: unknown key; did you mean train.global_batch?" in message
@@ -77,7 +77,7 @@ def test_all_faults_come_in_one_message_with_the_nearest_key() -> None:
         ("data.seq_len=1", "at least 2"),
     ],
 )
-def test_one_fault(override: str, words: str) -> None:
+def test_one_problem(override: str, words: str) -> None:
     assert words in problems(GOOD, override)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.damaged_reports import attempt
 from benchmarks.harness.browser import dom
 from toolkit.cli import main
 from toolkit.errors import BadInput
@@ -55,6 +57,14 @@ def write_run(path: Path, records: list[dict[str, Any]], name: str = "tiny", tai
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     return write_run(tmp_path / "first", [record(step) for step in range(1, 41)], name="</script><b>tiny")
+
+
+def test_damaged_files_are_reported_or_refused_without_a_crash(run: Path, tmp_path: Path) -> None:
+    """A small share of `python -m benchmarks.damaged_reports`."""
+    generator = random.Random(4)
+    tries = [attempt(run, tmp_path, generator) for _ in range(25)]
+    assert [(one.damage, one.argv[2:], one.outcome, one.text[-1000:]) for one in tries if not one.ok] == []
+    assert {one.outcome for one in tries} == {"exit code 0", "exit code 2"}
 
 
 def test_a_line_on_its_way_is_left_out(tmp_path: Path) -> None:

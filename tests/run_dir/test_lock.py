@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ import yaml
 from toolkit import cli
 from toolkit.errors import BadInput
 from toolkit.run_dir.layout import LOCK
-from toolkit.run_dir.lock import SILENT_SECONDS, hold, start_time
+from toolkit.run_dir.lock import SILENT_SECONDS, Holder, _take, hold, start_time
 
 
 @pytest.fixture
@@ -93,3 +95,25 @@ def test_another_host_is_believed_while_its_heartbeats_are_new(tmp_path: Path) -
     os.utime(beats / "rank-0.json", (old, old))
     with hold(tmp_path, print):
         pass
+
+
+def test_of_runs_that_start_at_once_one_gets_the_lock(tmp_path: Path) -> None:
+    """A lock must never be seen without its contents: it would be taken for one that can't be read, and replaced."""
+    for number in range(100):
+        path, together, got = tmp_path / str(number), threading.Barrier(4), []
+        path.mkdir()
+        threads = [threading.Thread(target=take, args=(path, together, got)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 1, f"round {number}: {len(got)} runs hold the lock"
+        assert [each.name for each in path.iterdir()] == [LOCK]
+
+
+def take(path: Path, together: threading.Barrier, got: list[int]) -> None:
+    mine = Holder(socket.gethostname(), os.getpid(), start_time(os.getpid()))
+    together.wait()
+    with contextlib.suppress(BadInput):
+        _take(path / LOCK, mine, print)
+        got.append(1)

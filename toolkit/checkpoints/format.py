@@ -192,7 +192,7 @@ def read_contents(directory: Path) -> tuple[Index, dict[str, Any]]:
     return parse_index(read_small(directory / INDEX), files), state
 
 
-def content_faults(directory: Path) -> list[Problem]:
+def content_problems(directory: Path) -> list[Problem]:
     """Problems with what index and state say, in a checkpoint whose bytes are as they were written."""
     try:
         read_contents(directory)
@@ -235,14 +235,14 @@ def read_manifest(directory: Path) -> tuple[dict[str, FileEntry], int]:
     return parse_manifest(read_small(directory / MANIFEST))
 
 
-def faults(directory: Path, names: Sequence[str] | None = None) -> list[Problem]:
+def file_problems(directory: Path, names: Sequence[str] | None = None) -> list[Problem]:
     """Problems of a checkpoint, or of the files in `names` only; empty if every byte is as written."""
     try:
         files, step = read_manifest(directory)
     except BadInput as error:
         return [Problem(MANIFEST, problem.what) for problem in error.problems]
     if names is None:
-        found = list(_layout_problems(directory, files, step))
+        found = list(_names_and_types(directory, files, step))
         names = list(files)
     else:
         found = [Problem(name, "is not in the manifest") for name in names if name not in files]
@@ -253,15 +253,15 @@ def faults(directory: Path, names: Sequence[str] | None = None) -> list[Problem]
     return found
 
 
-def layout_faults(directory: Path) -> list[Problem]:
+def layout_problems(directory: Path) -> list[Problem]:
     """Problems with names and types of files, found without reading the large ones."""
     try:
-        return list(_layout_problems(directory, *read_manifest(directory)))
+        return list(_names_and_types(directory, *read_manifest(directory)))
     except BadInput as error:
         return [Problem(MANIFEST, problem.what) for problem in error.problems]
 
 
-def _layout_problems(directory: Path, files: Mapping[str, FileEntry], step: int) -> Iterator[Problem]:
+def _names_and_types(directory: Path, files: Mapping[str, FileEntry], step: int) -> Iterator[Problem]:
     present = {entry.name for entry in os.scandir(directory)} - {MANIFEST}
     for name in sorted(files.keys() - present):
         yield Problem(name, "is missing")

@@ -93,7 +93,7 @@ def point_to(root: Path, final: Path) -> None:
     sync_directory(root)
 
 
-def latest_fault(root: Path) -> Problem | None:
+def latest_problem(root: Path) -> Problem | None:
     """The problem with `latest`, if there is one. The toolkit does not depend on it, but other tools may."""
     try:
         given = json.loads(read_small(root / LATEST))
@@ -102,7 +102,7 @@ def latest_fault(root: Path) -> Problem | None:
             raise ValueError("it does not name a checkpoint with that manifest")
         if canonical_json(given) != read_small(root / LATEST):
             raise ValueError("its bytes changed")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return Problem(LATEST, f"is damaged: {error}; the newest intact checkpoint is found without it")
     return None
 

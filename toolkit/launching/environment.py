@@ -44,6 +44,15 @@ def set_own_ray() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
 
 
+def set_safe_path() -> None:
+    """Let Python processes that `multiprocessing` starts from now on import nothing from the current directory.
+
+    It starts them with `python -c`, which puts the current directory first on the path: a file there that is named like
+    a module of the standard library, such as signal.py, would run.
+    """
+    os.environ["PYTHONSAFEPATH"] = "1"
+
+
 def exported(env: Mapping[str, str]) -> dict[str, str]:
     """Return the settings that other hosts get. They include secrets: pass them through ssh, never in an argv."""
     return {

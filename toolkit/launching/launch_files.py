@@ -118,7 +118,7 @@ _SLURM_BODY = (
     "export MASTER_ADDR MASTER_PORT",
     "# Each task is one worker and reads its rank from Slurm. A preempted run resumes in the same directory.",
     "# When a task ends, the others get 60 s: killed at once, they could not report that they were preempted.",
-    f'srun --kill-on-bad-exit=0 --wait=60 python -m {WORKER} recipe.yaml --run-dir "runs/job-$SLURM_JOB_ID"',
+    f'srun --kill-on-bad-exit=0 --wait=60 python -P -m {WORKER} recipe.yaml --run-dir "runs/job-$SLURM_JOB_ID"',
     "code=$?",
     f"if [ $code -eq {Preempted.exit_code} ]; then scontrol requeue \"$SLURM_JOB_ID\"; fi",
     "exit $code",

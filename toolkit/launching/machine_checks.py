@@ -17,7 +17,10 @@ from typing import Literal
 
 from toolkit.launching.environment import has_wandb_key
 from toolkit.plans.deepspeed_rules import parse_version
-from toolkit.units import GB
+from toolkit.units import GB, KIB
+
+FULL_BYTES = 64 * KIB
+"""A file system with less than this free counts as full."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ def cgroup_limit_bytes(mount: Path = Path("/sys/fs/cgroup"), own: Path = Path("/
             if text.isdigit() and int(text) < 2**60:  # v1 writes a number near 2**63 for "unlimited"
                 found.append(int(text))
     return min(found, default=None)
+
+
+def full_disk(path: Path) -> list[str]:
+    """Return a line that says so if the file system of a path is full."""
+    try:
+        free = shutil.disk_usage(path).free
+    except OSError:
+        return []
+    return [f"No space left on device: {path} has {free / KIB:.0f} KiB free"] if free < FULL_BYTES else []
 
 
 def stale_locks(context: CheckContext) -> Iterator[Finding]:

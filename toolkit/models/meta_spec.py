@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,6 +24,9 @@ COUNTER = "toolkit.runtime.models.meta_count"
 MOST_SECONDS = 180
 """Longest time that counting may take; importing torch and transformers takes most of it."""
 
+MOST = 2**63
+"""No count of parameters and no size is as large as this: a file that says so is damaged."""
+
 
 def counted(config: Mapping[str, Any]) -> dict[str, Any]:
     """What the counter found for a config, from the cache if it is there."""
@@ -29,10 +34,10 @@ def counted(config: Mapping[str, Any]) -> dict[str, Any]:
     path = user_cache() / "shapes" / f"{kind}-{_digest(config)}.json"
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
-    if isinstance(found, dict) and isinstance(found.get("layers"), list):
-        return found
+    if _is_count(found):
+        return dict(found)
     print(f"counting the parameters of {kind} on the meta device; this is done once", file=sys.stderr)
     found = _run(kind, config)
     _store(path, found)
@@ -92,16 +97,29 @@ def _run(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
         found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, ValueError, IndexError, TypeError, subprocess.TimeoutExpired) as error:
         raise BadInput(f"model config ({kind})", f"its parameters could not be counted: {error}") from error
-    if not isinstance(found, dict) or not found.get("layers"):
+    if found is None or not _is_count(found):
         last = (done.stderr.strip().splitlines() or ["no layers were found"])[-1][:200]
         raise BadInput(f"model config ({kind})", f"transformers could not build it from this config: {last}")
-    return found
+    return dict(found)
+
+
+def _is_count(found: Any) -> bool:
+    """Whether a value is what the counter prints; a damaged file of the cache is not, and is made anew."""
+    if not isinstance(found, dict) or not isinstance(found.get("text"), dict) or type(found.get("tied")) is not bool:
+        return False
+    layers, experts = found.get("layers"), found.get("experts")
+    if not isinstance(layers, list) or not isinstance(experts, list) or not layers or len(layers) != len(experts):
+        return False
+    counts = [*layers, *experts, found.get("outside"), found.get("head")]
+    sizes = [value for value in found["text"].values() if isinstance(value, int)]
+    plausible = all(type(count) is int and 0 <= count < MOST for count in counts) and all(abs(n) < MOST for n in sizes)
+    return plausible and found["head"] <= found["outside"] and all(map(operator.le, experts, layers))
 
 
 def _store(path: Path, found: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
+        part = path.with_suffix(f".{os.getpid()}.part")  # two plans may count the same model at once
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(path)
     except OSError:

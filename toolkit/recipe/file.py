@@ -17,7 +17,7 @@ from toolkit.recipe.data_checks import data_problems, task_of
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
-from toolkit.secrets import secret_faults
+from toolkit.secrets import secret_problems
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OVERRIDE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*)=(.*)", re.DOTALL)
@@ -39,7 +39,7 @@ def make_recipe(given: dict[str, Any], overrides: Sequence[str] = (), *, source:
     merged = copy.deepcopy(given)
     for override in overrides:
         _apply(merged, override, problems)
-    secrets = list(secret_faults(merged))
+    secrets = list(secret_problems(merged))
     if secrets:  # first, before another message shows the value
         raise BadInput(source, secrets)
     recipe = build(Recipe, merged, "", problems)

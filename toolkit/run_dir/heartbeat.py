@@ -63,9 +63,17 @@ def read_all(directory: Path) -> dict[int, Beat]:
             beat = Beat(**{key: value for key, value in values.items() if key in known})
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # being replaced, or not ours
             continue
-        if type(beat.rank) is int:
+        if _is_valid(beat):
             beats[beat.rank] = beat
     return beats
+
+
+def _is_valid(beat: Beat) -> bool:
+    """Whether every field has its type: whoever can write to the run directory can write any JSON there."""
+    numbers = (beat.rank, beat.pid, beat.step, beat.progress, 0 if beat.exit_code is None else beat.exit_code)
+    texts = (beat.host, beat.phase, beat.error)
+    clock = isinstance(beat.time, int | float) and not isinstance(beat.time, bool) and abs(beat.time) < float("inf")
+    return clock and all(type(n) is int for n in numbers) and all(isinstance(text, str) for text in texts)
 
 
 def moved(before: dict[int, Beat], after: dict[int, Beat]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.checkpoints import store
-from toolkit.checkpoints.format import MANIFEST, content_faults, faults, read_manifest
+from toolkit.checkpoints.format import MANIFEST, content_problems, file_problems, read_manifest
 from toolkit.errors import BadInput, Problem
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import dump_recipe, load_recipe
@@ -163,7 +163,11 @@ def write(run: RunDir, recipe: Recipe, plan: dict[str, Any], deepspeed: dict[str
     for path, text in texts.items():
         # Replaced atomically: a resumed run sees the old file or the new one, never half of it.
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+        except OSError as error:
+            error.filename = str(path)  # an error of writing, unlike one of opening, names no file
+            raise
         os.replace(temporary, path)
 
 
@@ -184,20 +188,37 @@ def _read_spec(run: RunDir) -> RunSpec:
     deepspeed = json.loads(run.deepspeed.read_text(encoding="utf-8"))
     # Axes added in later versions have defaults, so run directories of earlier versions can be resumed.
     axes = {f.name: plan[f.name] for f in fields(Plan) if f.name in plan or f.default is MISSING}
+    axes["pipeline_bounds"] = tuple(plan["pipeline_bounds"])
+    usual = {f.name: "" if f.default is MISSING else f.default for f in fields(Plan)}
+    if any(type(value) is not type(usual[name]) for name, value in axes.items()) or not isinstance(deepspeed, dict):
+        raise TypeError
+    if any(type(bound) is not int for bound in axes["pipeline_bounds"]):
+        raise TypeError
+    if not all(value.isprintable() for value in axes.values() if isinstance(value, str)):
+        raise TypeError
+    seconds = {name: _number(value) for name, value in plan["time"].items()}
+    memory = {name: int(_number(value)) for name, value in plan["memory"].items()}
     return RunSpec(
         recipe=load_recipe(run.recipe),
-        plan=Plan(**axes | {"pipeline_bounds": tuple(plan["pipeline_bounds"])}),
+        plan=Plan(**axes),
         deepspeed=deepspeed,
-        predicted_step_seconds=plan["time"]["total"],
-        predicted_memory_bytes=plan["memory"]["total"],
-        predicted_memory={name: size for name, size in plan["memory"].items() if name != "total"},
-        model_flops=plan["model_flops"],
-        peak_flops=plan["peak_flops"],
-        hardware_flops=plan.get("hardware_flops", plan["model_flops"]),
-        predicted_parts={name: seconds for name, seconds in plan["time"].items() if name != "total"},
-        memory_limit_bytes=plan.get("memory_limit_bytes", 0),
-        link_bytes_per_second=plan.get("link_bytes_per_second", 0.0),
+        predicted_step_seconds=seconds.pop("total"),
+        predicted_memory_bytes=memory.pop("total"),
+        predicted_memory=memory,
+        model_flops=_number(plan["model_flops"]),
+        peak_flops=_number(plan["peak_flops"]),
+        hardware_flops=_number(plan.get("hardware_flops", plan["model_flops"])),
+        predicted_parts=seconds,
+        memory_limit_bytes=int(_number(plan.get("memory_limit_bytes", 0))),
+        link_bytes_per_second=_number(plan.get("link_bytes_per_second", 0.0)),
     )
+
+
+def _number(value: Any) -> float:
+    """A finite number of a plan; raises `TypeError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise TypeError
+    return value
 
 
 def newest(given: Path) -> Path:
@@ -242,13 +263,13 @@ def verify(given: Path) -> tuple[list[Verification], list[Problem]]:
         Problem(f"{each.path.name}/{problem.where}", problem.what) for each in found for problem in each.problems
     ]
     roots = [root for root in (RunDir(given).checkpoints, given) if store.steps(root)]
-    problems.extend(problem for root in roots[:1] if (problem := store.latest_fault(root)))
+    problems.extend(problem for root in roots[:1] if (problem := store.latest_problem(root)))
     return found, problems
 
 
 def check(path: Path) -> list[Problem]:
     """Return every problem of one checkpoint: damaged files or, if there are none, errors in its index or state."""
-    return faults(path) or content_faults(path)
+    return file_problems(path) or content_problems(path)
 
 
 def _verify_one(path: Path) -> Verification:

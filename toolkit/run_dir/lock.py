@@ -58,14 +58,30 @@ def hold(path: Path, say: Callable[[str], object], name: str = LOCK) -> Iterator
 def _take(file: Path, mine: Holder, say: Callable[[str], object]) -> None:
     for _ in range(3):
         try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            _create(file, json.dumps(asdict(mine)))
         except FileExistsError:
             _remove_if_stale(file, say)
             continue
-        with open(descriptor, "w", encoding="utf-8") as lock:
-            lock.write(json.dumps(asdict(mine)))
         return
     raise BadInput("--run-dir", f"{file} is being taken by another run; choose another directory")
+
+
+def _create(file: Path, text: str) -> None:
+    """Write a new file that appears with its contents: an empty lock would be taken for a stale one."""
+    descriptor, name = tempfile.mkstemp(prefix=f"{file.name}.", dir=file.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as lock:
+            lock.write(text)
+        os.chmod(name, 0o644)
+        try:
+            os.link(name, file)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "w", encoding="utf-8") as lock:
+                lock.write(text)
+    finally:
+        os.unlink(name)
 
 
 def _remove_if_stale(file: Path, say: Callable[[str], object]) -> None:

@@ -71,7 +71,7 @@ class NonFiniteHook:
         if math.isfinite(loss) and (math.isfinite(norm) or self.scales_loss):
             return
         own = step.sample_ids.tolist()
-        bad = step.result.own_faults is not None and float(step.result.own_faults) > 0
+        bad = step.result.own_nonfinite is not None and float(step.result.own_nonfinite) > 0
         # Other islands may still be training, so they can't be asked.
         found = gather_objects((own, bad)) if self.all_agree else [(own, False)]
         culprits = [f"rank {rank} (samples {_few(ids)})" for rank, (ids, at_fault) in enumerate(found) if at_fault]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.checkpoints.format import faults
+from toolkit.checkpoints.format import file_problems
 from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Recipe
@@ -23,7 +23,7 @@ def sample(
     checkpoint: Path, prompt: str, *, tokens: int, temperature: float, seed: int, trust_remote_code: bool = False
 ) -> str:
     """The prompt, continued by the model; the checkpoint is verified first."""
-    damaged = faults(checkpoint)
+    damaged = file_problems(checkpoint)
     if damaged:
         raise BadInput(f"{checkpoint} is damaged", damaged)
     recipe = load_recipe(checkpoint / "recipe.yaml")

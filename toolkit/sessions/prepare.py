@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from toolkit.checkpoints.format import faults
+from toolkit.checkpoints.format import file_problems
 from toolkit.checkpoints.store import path_of, steps
 from toolkit.errors import BadInput, Problem
 from toolkit.launching import environment
@@ -133,7 +133,7 @@ def edited_keys(run: RunDir, overrides: Sequence[str]) -> list[str]:
 
     found = steps(run.checkpoints)
     copy = path_of(run.checkpoints, found[0]) / "recipe.yaml" if found else None
-    if copy is None or not copy.is_file() or faults(copy.parent, [copy.name]):
+    if copy is None or not copy.is_file() or file_problems(copy.parent, [copy.name]):
         return []  # a damaged checkpoint is reported when it is loaded
     then, now = flatten(as_mapping(load_recipe(copy))), flatten(as_mapping(load_recipe(run.recipe)))
     given = [override.partition("=")[0] for override in overrides]

@@ -16,7 +16,7 @@ from typing import Any
 from toolkit.cost.calibration import CALIBRATION
 from toolkit.errors import BadInput, NotRehearsable, RankFailed
 from toolkit.launching.environment import environment
-from toolkit.launching.launchers import Command
+from toolkit.launching.launchers import Command, import_path
 from toolkit.planner.search import Option
 from toolkit.plans.job import raw_config
 from toolkit.plans.plan import Plan
@@ -256,7 +256,7 @@ def _start(backend: str, files: Sequence[str]) -> Process:
     """Start the process that rehearses: a warm one if the plan's device is a CPU, as the fake device is not needed."""
     if backend == "cpu":
         return WarmProcess.start(Command(argv=(WORKER, *files)), _enter)
-    env = environment({"DS_ACCELERATOR": "cuda"})
+    env = environment({**import_path(), "DS_ACCELERATOR": "cuda"})
     return subprocess.Popen([sys.executable, "-P", "-m", WORKER, *files], env=env)
 
 

@@ -193,7 +193,7 @@ def _measured(run: RunDir) -> str:
     try:
         last = json.loads(run.metrics.read_text(encoding="utf-8").splitlines()[-1])
         return f"{last['memory_bytes'] / GIB:.2f} GiB at step {last['step']}"
-    except (OSError, ValueError, KeyError, IndexError):
+    except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError):
         return "none, no step was completed"
 
 

@@ -148,7 +148,7 @@ def test_links_and_traversal_read_nothing_outside(tmp_path: Path, capsys: pytest
         Reader.open(path)
     (path / "rank-00000-0.safetensors").unlink()
     (path / "rank-00000-0.safetensors").symlink_to(outside)
-    assert any("regular file" in fault.what for fault in check(path))
+    assert any("regular file" in problem.what for problem in check(path))
 
 
 def test_a_tensor_of_another_size_than_its_index_says_is_refused(tmp_path: Path) -> None:

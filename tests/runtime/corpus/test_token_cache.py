@@ -102,7 +102,7 @@ def test_one_rank_writes_and_the_others_wait(tmp_path: Path, source: str) -> Non
     assert len(entries(tmp_path / "cache")) == 1
 
 
-def test_a_fault_meets_every_rank_alike(tmp_path: Path) -> None:
+def test_a_problem_meets_every_rank_alike(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("body\nx\n")
     results = call_on_ranks(make_as_rank, tmp_path / "cache", str(path), nproc=2)
@@ -154,9 +154,9 @@ def test_token_ids_outside_the_vocabulary_are_damage_too(tmp_path: Path, source:
     path = tmp_path / "planted"
     for wrong in (-1, Bytes().vocab):
         replace(found, tokens=np.full_like(found.tokens, wrong)).save(path)
-        assert "the tokenizer has 0 to 257" in str(Documents.fault(path, Bytes().vocab))
+        assert "the tokenizer has 0 to 257" in str(Documents.problem(path, Bytes().vocab))
     replace(found, bounds=found.bounds + 1).save(path)
-    assert "bounds" in str(Documents.fault(path, Bytes().vocab))
+    assert "bounds" in str(Documents.problem(path, Bytes().vocab))
 
 
 @pytest.mark.slow

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,11 @@ from benchmarks.harness.self_killing import kill_point, poison, poison_stage, sc
 from benchmarks.harness.supervised import Disturb, Outcome, assert_whole_and_recent, at_step, send, supervised
 from toolkit.checkpoints import store
 from toolkit.run_dir import heartbeat
+from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir, check
+from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
 from toolkit.runtime.supervision.warm_pool import enter_worker
+from toolkit.worker import Rank
 
 pytestmark = pytest.mark.slow
 
@@ -212,3 +218,38 @@ def test_a_worker_ends_with_the_process_that_started_it_and_read_its_output(tmp_
     done = subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path)], capture_output=True, text=True, timeout=50)
     assert done.returncode == 4, done.stderr
     assert heartbeat.read_all(tmp_path)[0].error == "the process that started it is gone"
+
+
+def test_a_clock_that_is_set_is_no_silence(tmp_path: Path) -> None:
+    """The other rank's clock is hours behind; it counts as silent only while its heartbeat stays the same."""
+    pulse = HeartbeatThread(tmp_path, 0, sys.stderr)
+    pulse.watch(1.0)
+    first = Beat(rank=1, host="elsewhere", pid=1, time=time.time() - 9000)
+    looks = []
+    for beat in (first, replace(first, time=first.time + 5), replace(first, time=first.time + 5)):
+        heartbeat.write(tmp_path, beat)
+        pulse._looked = -1e9
+        looks.append(pulse._one_is_silent())
+    assert looks == [False, False, True]
+
+
+def test_a_rank_that_can_not_write_its_end_says_it_on_the_terminal(tmp_path: Path) -> None:
+    """As on a full disk: neither the log nor the heartbeat takes the message."""
+    terminal = io.StringIO()
+    rank = Rank(3, parent=None)
+    rank.terminal.err = terminal
+    rank.pulse = HeartbeatThread(tmp_path / "beats", 3, terminal)
+    rank.pulse.start()
+    shutil.rmtree(tmp_path / "beats")
+    assert rank.end(4, "OSError: No space left on device") == 4
+    assert terminal.getvalue() == "rank 3 failed: OSError: No space left on device\n"
+
+
+def test_a_full_disk_does_not_change_the_exit_code() -> None:
+    """Python exits with 120 if it can't flush its output."""
+    code = (
+        "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost'); "
+        "from toolkit.worker import drop_unwritten; drop_unwritten(); sys.exit(7)"
+    )
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # else nothing is left to flush
+    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 7

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.checkpoints.format import faults
+from toolkit.checkpoints.format import file_problems
 from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Lora, Model, Recipe
@@ -28,7 +28,7 @@ TRAINED_WHOLE = ".modules_to_save.default."
 
 def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_code: bool = False) -> Recipe:
     """Verify a checkpoint and write `out`, which `from_pretrained` loads; return the run's recipe."""
-    damaged = faults(checkpoint)
+    damaged = file_problems(checkpoint)
     if damaged:
         raise BadInput(f"{checkpoint} is damaged", damaged)
     recipe = load_recipe(checkpoint / "recipe.yaml")

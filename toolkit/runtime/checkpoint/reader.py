@@ -25,10 +25,10 @@ def verify_together(path: Path, rank: int, size: int) -> list[Problem]:
         names = sorted(fmt.read_manifest(path)[0])
     except BadInput:
         names = []
-    found = fmt.faults(path, names[rank::size])
+    found = fmt.file_problems(path, names[rank::size])
     if rank == 0:
-        found = fmt.layout_faults(path) + found
-        found += [] if found else fmt.content_faults(path)
+        found = fmt.layout_problems(path) + found
+        found += [] if found else fmt.content_problems(path)
     gathered = gather_objects([[problem.where, problem.what] for problem in found])
     return list(dict.fromkeys(Problem(*problem) for problems in gathered for problem in problems))
 

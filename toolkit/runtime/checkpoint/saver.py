@@ -150,7 +150,7 @@ class Saver:
             "counters": self.state.counters(),
             "world_size": self.world.size,
             "versions": versions(),
-            "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         if self.stream is not None:
             state["stream"] = self.stream(self.order.position(step))

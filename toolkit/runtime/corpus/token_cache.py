@@ -71,11 +71,11 @@ class TokenCache:
         """Whether the directory has every byte that was written; reports one that does not, before it is made anew."""
         if not path.is_dir():
             return False
-        fault = Documents.fault(path, vocab)
-        if fault is not None:
+        problem = Documents.problem(path, vocab)
+        if problem is not None:
             for stream in dict.fromkeys(stream for stream in (self.terminal, sys.stderr) if stream is not None):
-                print(f"token cache {path}: {fault}; it is damaged, and is made anew", file=stream, flush=True)
-        return fault is None
+                print(f"token cache {path}: {problem}; it is damaged, and is made anew", file=stream, flush=True)
+        return problem is None
 
     def _tokenise(self, section: Data, source: str, tokenizer: Tokenizer, work: Path) -> Documents:
         with self._progress():

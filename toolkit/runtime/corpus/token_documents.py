@@ -122,14 +122,14 @@ class Documents:
         return cls(**arrays, targets=targets, names=tuple(meta["names"]), counts=counts)
 
     @classmethod
-    def fault(cls, directory: Path, vocab: int) -> str | None:
+    def problem(cls, directory: Path, vocab: int) -> str | None:
         """What is wrong with a directory that `save` wrote: sizes, digests, shapes and token ids; None if intact."""
         try:
-            return _files_fault(directory) or cls.open(directory)._content_fault(vocab)
+            return _files_problem(directory) or cls.open(directory)._content_problem(vocab)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError) as error:
             return f"can't be read: {first_line(error)}"
 
-    def _content_fault(self, vocab: int) -> str | None:
+    def _content_problem(self, vocab: int) -> str | None:
         """What is wrong with the arrays themselves; None if every document can be trained on."""
         sizes = {
             "tokens": (self.tokens, TOKEN, len(self.tokens)),
@@ -149,7 +149,7 @@ class Documents:
         if len(self.tokens) and not 0 <= self.tokens.min() <= self.tokens.max() < vocab:
             return f"has token ids {self.tokens.min()} to {self.tokens.max()}; the tokenizer has 0 to {vocab - 1}"
         if self.targets is not None:
-            return self.targets._content_fault(vocab) if len(self.targets) == len(self) else "targets are missing"
+            return self.targets._content_problem(vocab) if len(self.targets) == len(self) else "targets are missing"
         return None
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -172,7 +172,7 @@ def spread(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return found
 
 
-def _files_fault(directory: Path) -> str | None:
+def _files_problem(directory: Path) -> str | None:
     meta = json.loads((directory / META).read_bytes())
     body = {key: value for key, value in meta.items() if key != "digest"}
     if meta["digest"] != _body_digest(body):
@@ -183,7 +183,7 @@ def _files_fault(directory: Path) -> str | None:
             return f"{name} has {path.stat().st_size} bytes; {size} were written"
         if _digest(path) != digest:
             return f"{name} does not have the digest that was written"
-    return _files_fault(directory / "targets") if body["targets"] else None
+    return _files_problem(directory / "targets") if body["targets"] else None
 
 
 def _digest(path: Path) -> str:

@@ -31,7 +31,7 @@ class StepResult:
     """Loss scale of fp16 for the next step; None in other precisions."""
     micro_square: float | None = None
     """Mean squared norm of a micro-batch's gradient, if measured."""
-    own_faults: torch.Tensor | None = None
+    own_nonfinite: torch.Tensor | None = None
     """Passes in which this rank turned finite values into NaN or infinity; read only after a bad step."""
 
 

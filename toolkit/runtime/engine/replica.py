@@ -143,7 +143,7 @@ class ReplicaEngine:
             skipped=skipped,
             loss_scale=scale,
             micro_square=self._noise.take(len(batch)) if self._noise else None,
-            own_faults=nonfinite,
+            own_nonfinite=nonfinite,
         )
 
     def watch(self, clock: Clock) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from toolkit.launching.environment import set_safe_path
 from toolkit.runtime.distributed.rendezvous import Meeting
 from toolkit.units import GIB, KIB, MIB
 
@@ -99,6 +100,7 @@ class Stopwatch:
 
 def measure(processes: int, progress: Callable[[str, int, int], None], seconds_each: float = SECONDS_EACH) -> Measured:
     """Start this many processes on this machine, measure in all of them, and report progress."""
+    set_safe_path()
     context = multiprocessing.get_context("spawn")
     reports = context.Queue()
     port = _free_port()

@@ -13,6 +13,8 @@ from typing import Any
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|layer|h|blocks|block)\.(\d+)\.")
 EXPERT = re.compile(r"\.experts?\b")
+IGNORED = ("model_type", "auto_map", "attn_implementation", "experts_implementation")
+"""Keys that are not sizes: a config of somebody else must not name code or kernels to load."""
 
 
 def count(config: dict[str, Any]) -> dict[str, Any]:
@@ -21,7 +23,7 @@ def count(config: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, logging
 
     logging.set_verbosity(logging.CRITICAL)
-    given = {key: value for key, value in config.items() if key != "model_type" and not key.startswith("_")}
+    given = {key: value for key, value in config.items() if key not in IGNORED and not key.startswith("_")}
     resolved = AutoConfig.for_model(str(config["model_type"]), **given)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(resolved)

@@ -114,7 +114,7 @@ class PipelineEngine:
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            own_faults=self._stage.faults.count,
+            own_nonfinite=self._stage.nonfinite.count,
         )
 
     def watch(self, clock: Clock) -> None:

@@ -46,9 +46,9 @@ class Stage(torch.nn.Module):
         """This stage's parameters under their names in the full model."""
         self._queue: list[MicroBatch] = []
         self._weight = 1.0
-        self.faults = NonFiniteCounter(device())
+        self.nonfinite = NonFiniteCounter(device())
         if index == 0:
-            model.get_input_embeddings().register_forward_hook(self.faults.after_embedding)
+            model.get_input_embeddings().register_forward_hook(self.nonfinite.after_embedding)
         self._received: tuple[torch.Tensor, ...] = ()
         self.prepared: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
         """Prepares a loss for the engine's backward pass (loss scaling)."""
@@ -59,7 +59,7 @@ class Stage(torch.nn.Module):
         """Set the micro-batches of the next step, and the factor of their summed loss."""
         assert len({micro.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
         self._queue, self._weight = list(batch), weight
-        self.faults.reset()
+        self.nonfinite.reset()
         self.correct.zero_()
 
     def received(self) -> tuple[torch.Tensor, ...]:
@@ -77,14 +77,14 @@ class Stage(torch.nn.Module):
             output = forward(self.model, micro)
         except Cut as cut:
             outputs = chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]])
-            self.faults.forward(inputs, outputs)
+            self.nonfinite.forward(inputs, outputs)
             return outputs[0] if len(outputs) == 1 else outputs
         finally:
             self._received = ()
         if not self.training:
             self.correct += self._loss.num_correct(output.logits, micro.labels)
         loss = self._loss(output.logits, micro.labels) * self._weight
-        self.faults.forward(inputs, (loss,))
+        self.nonfinite.forward(inputs, (loss,))
         return self.prepared(loss)
 
 

@@ -26,6 +26,8 @@ class EventSink:
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        if _is_cut_short(self._path):
+            self._file.write("\n")  # else the first event of this run would be lost in the same line
         done, plan = int(info.get("done", 0)), info.get("plan", {})
         ranks = f"{info.get('world_size', 1)} ranks, {plan.get('strategy', '')}"
         if done or self._path.stat().st_size:
@@ -135,6 +137,15 @@ class JsonlSink:
         temporary = self._summary.with_suffix(".tmp")
         temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         os.replace(temporary, self._summary)
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Whether the last line has no end: a crash or a full disk has cut it short."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def keep_until(

@@ -31,6 +31,7 @@ class HeartbeatThread:
         self._beat = Beat(rank=rank, host=socket.gethostname(), pid=os.getpid(), time=time.time())
         self._timeout = self._wanted = float("inf")
         self._looked = 0.0
+        self._seen: dict[int, Beat] = {}
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -57,12 +58,15 @@ class HeartbeatThread:
             progress=beat.progress + 1,
         )
 
-    def end(self, code: int, error: str) -> None:
-        """Record the normal end of the rank: exit code and error message."""
+    def end(self, code: int, error: str) -> bool:
+        """Record the normal end of the rank: exit code and error message. Returns whether that could be written."""
         self._done.set()
         self._thread.join()
-        with contextlib.suppress(OSError):
+        try:
             heartbeat.write(self._directory, heartbeat.ended(self._beat, code, error, time.time()))
+        except OSError:
+            return False
+        return True
 
     def _run(self) -> None:
         seen, since = self._beat.progress, time.monotonic()
@@ -73,17 +77,21 @@ class HeartbeatThread:
             if beat.progress != seen:
                 seen, since = beat.progress, time.monotonic()
             idle = time.monotonic() - since
-            if idle > self._timeout + SPARE_SECONDS or (idle > self._wanted + SPARE_SECONDS and self._one_is_silent()):
+            if idle > self._timeout + SPARE_SECONDS or (idle > self._wanted and self._one_is_silent()):
                 self._give_up(f"no progress for {idle:.0f} s")
             if self._parent is not None and os.getppid() != self._parent:
                 self._give_up("the process that started it is gone")
 
     def _one_is_silent(self) -> bool:
-        """During the first step, which may be slow: whether another rank has had no heartbeat for the full timeout."""
+        """During the first step, which may be slow: whether another rank has had no heartbeat for the full timeout.
+
+        A clock that is set would look like silence, so the heartbeat must also be the same at two looks.
+        """
         if time.monotonic() - self._looked < SPARE_SECONDS:
             return False
-        self._looked = time.monotonic()
-        return any(age > self._wanted for _, age in self._silent_beats())
+        self._looked, before = time.monotonic(), self._seen
+        self._seen = heartbeat.read_all(self._directory)
+        return any(age > self._wanted and before.get(beat.rank) == beat for beat, age in self._silent_beats())
 
     def _silent_beats(self) -> list[tuple[Beat, float]]:
         """(last heartbeat, seconds since then) of ranks that have not ended but have no recent heartbeat."""

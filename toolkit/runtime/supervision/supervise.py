@@ -20,7 +20,7 @@ import psutil
 from toolkit.errors import BadInput, LossNotFinite, NoPlanFits, OutOfMemory, Preempted, RankFailed, ToolkitError
 from toolkit.launching.environment import PARENT, environment
 from toolkit.launching.launchers import Command, private_directory
-from toolkit.launching.machine_checks import cgroup_limit_bytes
+from toolkit.launching.machine_checks import cgroup_limit_bytes, full_disk
 from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import Beat
@@ -287,6 +287,7 @@ def _failure(rank: int, code: int | None, beat: Beat | None, run: RunDir, kills:
         lines.append(f"memory of the host: {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free; {acted}")
         if (limit := cgroup_limit_bytes()) is not None:
             lines.append(f"memory limit of its control group (container or job): {limit / GIB:.2f} GiB")
+    lines += full_disk(run.path)  # ranks could then report neither in logs nor in heartbeats
     lines.append(f"its log: {run.log(rank)}")
     return "\n".join([*lines, tail(run.log(rank))])
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.launching.environment import RENDEZVOUS, free_port, use_loopback
+from toolkit.launching.environment import RENDEZVOUS, free_port, set_safe_path, use_loopback
 from toolkit.launching.launchers import WORKER, Command, private_directory
 
 POLL_SECONDS = 0.01
@@ -94,7 +94,7 @@ class WarmProcess:
 def warm_context() -> ForkServerContext:
     """Context that forks processes from a server with the slow imports done."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ["PYTHONSAFEPATH"] = "1"  # the server would import modules of the current directory first
+    set_safe_path()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["toolkit.preload"])
     return context
