@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -374,6 +374,8 @@ def predicted(words: list[str]) -> int:
     """Rehearse rows that have no result yet, then print all; 1 if a bar is missed."""
     os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported; ranks replace it by the fake device
     session._start = ForkedServer  # type: ignore[assignment]
+    spec_of = session.spec_of
+    session.spec_of = lambda *args: replace(spec_of(*args), evaluates=False)  # type: ignore[assignment]
     chosen = [name for name in large_names() if all(word in name for word in words)]
     for name in chosen:
         if name in {row.name for row in large_rows()}:
