@@ -1,7 +1,8 @@
 """Rehearsals against what they stand for: measured bytes of tiny models, predicted bytes of large ones, the recipes.
 
 python -m benchmarks.rehearsals --harness [WORD ...]   # rehearsed against measured: real processes on this CPU
-python -m benchmarks.rehearsals [WORD ...]             # predicted against rehearsed live bytes, at full size
+python -m benchmarks.rehearsals [WORD ...]             # predicted against rehearsed live bytes, at full size; rows
+                                                       # in data/rehearsals.jsonl are not rehearsed again
 python -m benchmarks.rehearsals --recipes [WORD ...]   # every shipped recipe at full size: does it fit?
 
 Words select the rows whose name contains all of them.
@@ -11,21 +12,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
+from toolkit.cost.estimate import Memory
+from toolkit.cost.memory import memory
 from toolkit.errors import ToolkitError
 from toolkit.launching import launchers
+from toolkit.plans.job import make_job
+from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe, make_recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.runtime.rehearsal.report import PARTS, model_part
 from toolkit.runtime.supervision.warm_pool import run_warm
-from toolkit.sessions.rehearse import Rehearsal, rehearse, verdict
+from toolkit.sessions import rehearse as session
+from toolkit.sessions.rehearse import rehearse, verdict
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.units import GIB
 
@@ -64,6 +73,8 @@ MEASUREMENTS = 2
 """Runs whose smaller peak counts: gloo's threads may free a tensor later than the code does, which only adds bytes."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
+MEAN_BOUND, WORST_BOUND = 0.03, 0.08
+"""Largest mean and single relative difference between predicted and rehearsed live bytes."""
 
 
 @dataclass(frozen=True)
@@ -141,16 +152,31 @@ def harness(words: list[str]) -> int:
 
 
 H100 = "{device: H100-SXM5-80GB, nodes: %d, devices_per_node: 8}"
-ZERO_2 = ("strategy.name=zero", "strategy.zero_stage=2")
+ZERO_1 = ("strategy.name=zero", "strategy.zero_stage=1", "strategy.offload=none")
+ZERO_2 = ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=none")
+ZERO_2_OFFLOAD = ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")
 ZERO_3 = ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain", "strategy.offload=none")
+ZERO_3_OFFLOAD = (
+    "strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain", "strategy.offload=cpu_params",
+)  # fmt: skip
+TENSOR = ("strategy.name=tensor_parallel", "strategy.tp=8", "strategy.zero_stage=0")
+PIPELINE = ("strategy.name=pipeline", "strategy.pp=4")
+SEQUENCE = ("strategy.name=sequence_parallel", "strategy.sp=8", "strategy.zero_stage=2")
+ADAPTERS = "model.lora={rank: 16}"
+
+
+def _hybrid(tp: int, pp: int) -> tuple[str, ...]:
+    return "strategy.name=hybrid", f"strategy.tp={tp}", f"strategy.pp={pp}", "strategy.sp=1"
+
+
 LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
     "llama-1b": (
         "llama-3.2-1b",
         1,
         {
             "data": ("strategy.name=data_parallel",),
-            "zero-1": ("strategy.name=zero", "strategy.zero_stage=1", "strategy.offload=none"),
-            "zero-2": (*ZERO_2, "strategy.offload=none"),
+            "zero-1": ZERO_1,
+            "zero-2": ZERO_2,
             "zero-3": ZERO_3,
             "sequence": ("strategy.name=sequence_parallel", "strategy.sp=4", "strategy.zero_stage=2"),
         },
@@ -159,113 +185,223 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
         "llama-3.1-8b",
         1,
         {
-            "zero-1": ("strategy.name=zero", "strategy.zero_stage=1", "strategy.offload=none"),
-            "zero-2": (*ZERO_2, "strategy.offload=none"),
-            "zero-2-offload": (*ZERO_2, "strategy.offload=cpu"),
+            "zero-1": ZERO_1,
+            "zero-2": ZERO_2,
+            "zero-2-offload": ZERO_2_OFFLOAD,
             "zero-3": ZERO_3,
-            "zero-3-offload": ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params"),
-            "tensor": ("strategy.name=tensor_parallel", "strategy.tp=8", "strategy.zero_stage=0"),
-            "pipeline": ("strategy.name=pipeline", "strategy.pp=4"),
-            "sequence": ("strategy.name=sequence_parallel", "strategy.sp=8", "strategy.zero_stage=2"),
-            "hybrid": ("strategy.name=hybrid", "strategy.tp=2", "strategy.pp=4", "strategy.sp=1"),
-            "lora": ("strategy.name=data_parallel", "model.lora={rank: 16}"),
-            "lora-zero-3": (*ZERO_3, "model.lora={rank: 16}"),
+            "zero-3-offload": ZERO_3_OFFLOAD,
+            "tensor": TENSOR,
+            "pipeline": PIPELINE,
+            "sequence": SEQUENCE,
+            "hybrid": _hybrid(2, 4),
+            "lora": ("strategy.name=data_parallel", ADAPTERS),
+            "lora-zero-3": (*ZERO_3, ADAPTERS),
         },
     ),
     "qwen3-8b": (
         "qwen3-8b",
         1,
+        {"zero-2": ZERO_2, "zero-3": ZERO_3, "tensor": TENSOR, "pipeline": PIPELINE, "sequence": SEQUENCE},
+    ),
+    "qwen3-32b": (
+        "qwen3-32b",
+        4,
         {
-            "zero-2": (*ZERO_2, "strategy.offload=none"),
+            "zero-2-offload": ZERO_2_OFFLOAD,
             "zero-3": ZERO_3,
-            "tensor": ("strategy.name=tensor_parallel", "strategy.tp=8", "strategy.zero_stage=0"),
-            "pipeline": ("strategy.name=pipeline", "strategy.pp=4"),
+            "hybrid": _hybrid(8, 4),
+            "lora-zero-3": (*ZERO_3, ADAPTERS),
         },
     ),
-    "qwen3-32b": ("qwen3-32b", 4, {"zero-2": (*ZERO_2, "strategy.offload=cpu"), "zero-3": ZERO_3}),
-    "gemma-27b": ("gemma-3-27b-text", 4, {"zero-3": ZERO_3}),
+    "gemma-27b": ("gemma-3-27b-text", 4, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
     "llama-70b": (
         "llama-3.1-70b",
         8,
         {
             "zero-3": ZERO_3,
-            "hybrid": ("strategy.name=hybrid", "strategy.tp=8", "strategy.pp=4", "strategy.sp=1"),
-            "lora-zero-3": (*ZERO_3, "model.lora={rank: 16}"),
+            "zero-3-offload": ZERO_3_OFFLOAD,
+            "hybrid": _hybrid(8, 4),
+            "lora-zero-3": (*ZERO_3, ADAPTERS),
         },
     ),
-    "llama-405b": (
-        "llama-3.1-405b",
-        64,
-        {
-            "zero-3": ZERO_3,
-            "hybrid": ("strategy.name=hybrid", "strategy.tp=8", "strategy.pp=16", "strategy.sp=1"),
-        },
-    ),
-    "mixtral-8x7b": ("mixtral-8x7b", 4, {"zero-3": ZERO_3}),
-    "qwen3-30b-a3b": ("qwen3-30b-a3b", 4, {"zero-3": ZERO_3}),
-    "gpt-oss-120b": ("gpt-oss-120b", 8, {"zero-3": ZERO_3}),
+    "llama-405b": ("llama-3.1-405b", 64, {"zero-3": ZERO_3, "hybrid": _hybrid(8, 16)}),
+    "mixtral-8x7b": ("mixtral-8x7b", 4, {"zero-3": ZERO_3, "lora-zero-3": (*ZERO_3, ADAPTERS)}),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", 4, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
+    "gpt-oss-120b": ("gpt-oss-120b", 8, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
 }
 """Name → (config, nodes of 8 H100, strategies)."""
+RESULTS = Path(__file__).parent / "data" / "rehearsals.jsonl"
+"""Rehearsed rows, one JSON object per line. A row that is there is not rehearsed again; its prediction is new."""
 
 
-def large(name: str) -> Rehearsal:
-    """Rehearse the first rank (of a pipeline: of the first and the last stage) of `MODEL STRATEGY RECOMPUTE`."""
+def large_names() -> Iterator[str]:
+    """`MODEL STRATEGY RECOMPUTE` of all rows."""
+    for model, (_, _, axes) in LARGE.items():
+        yield from (f"{model} {strategy} {recompute}" for strategy in axes for recompute in ("none", "full"))
+
+
+def large_recipe(name: str) -> Recipe:
+    """4,096 tokens per packed row, micro-batches of one row, 4 of them without a pipeline."""
     model, strategy, recompute = name.split()
     config, nodes, axes = LARGE[model]
     mapping = {
         "name": "rehearsals",
         "model": {"path": config, "init": "scratch", "precision": "bf16"},
-        "data": {"path": "synthetic", "tokenizer": "bytes", "seq_len": 4096},
+        "data": {"path": "texts.jsonl", "tokenizer": "bytes", "seq_len": 4096, "packing": True},
         "train": {"global_batch": 32 * nodes, "steps": 2},
     }
     overrides = [*axes[strategy], f"cluster={H100 % nodes}", "strategy.micro_batch=1"]
-    resolved = resolve(make_recipe(mapping, [*overrides, f"strategy.recompute={recompute}"]))
+    return make_recipe(mapping, [*overrides, f"strategy.recompute={recompute}"])
+
+
+def large(name: str) -> dict[str, Any]:
+    """Rehearse the first rank of a row (of a pipeline: of the first and the last stage); a line of the results."""
+    began = time.perf_counter()
+    resolved = resolve(large_recipe(name))
     plan = resolved.chosen.plan
-    return rehearse(resolved, f"0,{plan.devices - plan.devices // plan.pp}" if plan.pp > 1 else "0")
+    result = rehearse(resolved, f"0,{plan.devices - plan.devices // plan.pp}" if plan.pp > 1 else "0")
+    return {
+        "row": name,
+        "plan": asdict(plan),
+        "wall_seconds": round(time.perf_counter() - began, 1),
+        "ranks": [
+            {
+                "rank": role.rank,
+                "peak_bytes": role.step.device_peak_bytes,
+                "parts": role.step.parts,
+                "start_bytes": role.start.device_peak_bytes,
+                "host_start_bytes": role.start.host_peak_bytes,
+                "peak_at": role.step.peak_at,
+                "ran_layers": role.ran_layers,
+                "cpu_seconds": round(role.cpu_seconds, 1),
+                "resident_bytes": role.resident_bytes,
+                "largest": [[one.part, list(one.shape), one.dtype, one.where] for one in role.step.largest],
+            }
+            for role in result.roles
+        ],
+    }
 
 
-def part_errors(result: Rehearsal) -> dict[str, float]:
-    """Relative errors of the predicted parts that are above 5% of the peak."""
-    memory = asdict(result.option.estimate.memory)
-    fullest = max(result.roles, key=lambda role: role.step.device_peak_bytes).step
-    found: dict[str, int] = {}
-    for part in PARTS:
-        found[model_part(part)] = found.get(model_part(part), 0) + fullest.parts[part]
-    least = 0.05 * fullest.device_peak_bytes
-    return {part: memory[part] / size - 1 for part, size in found.items() if size > least}
+@dataclass(frozen=True)
+class LargeRow:
+    """A rehearsed row next to what the memory model says now."""
+
+    name: str
+    fullest: dict[str, Any]
+    """The rank with the highest peak."""
+    predicted: Memory
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> LargeRow:
+        """From a line of the results."""
+        fullest = max(record["ranks"], key=lambda rank: int(rank["peak_bytes"]))
+        plan = Plan(**{**record["plan"], "pipeline_bounds": tuple(record["plan"]["pipeline_bounds"])})
+        return cls(record["row"], fullest, memory(plan, make_job(large_recipe(record["row"]))))
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Predicted live bytes."""
+        return self.predicted.total - self.predicted.overhead
+
+    @property
+    def difference(self) -> float:
+        """Relative difference of the predicted peak."""
+        return self.predicted_bytes / int(self.fullest["peak_bytes"]) - 1
+
+    @property
+    def part_errors(self) -> dict[str, float]:
+        """Relative errors of the predicted parts that are above 5% of the peak."""
+        found: dict[str, int] = {}
+        for part in PARTS:
+            found[model_part(part)] = found.get(model_part(part), 0) + self.fullest["parts"][part]
+        least = 0.05 * self.fullest["peak_bytes"]
+        return {part: getattr(self.predicted, part) / size - 1 for part, size in found.items() if size > least}
+
+    def lines(self) -> str:
+        """Figures and parts, on several lines."""
+        rank, own = self.fullest, asdict(self.predicted)
+        off = ", ".join(f"{part} {error:+.0%}" for part, error in self.part_errors.items() if abs(error) > 0.1)
+        return "\n".join(
+            [
+                f"{self.name:34} {self.predicted_bytes / GIB:8.2f} {rank['peak_bytes'] / GIB:8.2f} "
+                f"{self.difference:+7.1%}  {rank['cpu_seconds']:.0f} s of CPU, layers {rank['ran_layers']}",
+                "    predicted " + _parts({part: own[part] for part in dict.fromkeys(map(model_part, PARTS))}),
+                f"    rank {rank['rank']:4} " + _parts(rank["parts"]),
+                f"    {rank['peak_at']}; parts beyond 10%: {off or 'none'}",
+            ]
+        )
+
+
+def large_rows(path: Path = RESULTS) -> list[LargeRow]:
+    """Every rehearsed row; of several lines for a row, the last."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [LargeRow.of(record) for record in {one["row"]: one for one in map(json.loads, lines)}.values()]
+
+
+class ForkedServer:
+    """`session.Process` forked from this one, which has imported everything: a row starts at once."""
+
+    def __init__(self, backend: str, files: Sequence[str]) -> None:
+        from toolkit.runtime.rehearsal import server
+
+        self._code: int | None = None
+        self._pid = os.fork()
+        if self._pid == 0:
+            code = 1
+            try:
+                code = server.main(list(files))
+            finally:
+                os._exit(code)
+
+    def poll(self, flags: int = os.WNOHANG) -> int | None:
+        """Exit code; None while it runs."""
+        if self._code is None:
+            ended, status = os.waitpid(self._pid, flags)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait until the process has ended."""
+        self.poll(0)
 
 
 def predicted(words: list[str]) -> int:
-    """Print predicted against rehearsed bytes by part, and the mean and worst difference."""
-    differences = []
-    for name in (f"{m} {s} {r}" for m, (_, _, axes) in LARGE.items() for s in axes for r in ("none", "full")):
-        if not all(word in name for word in words):
+    """Rehearse rows that have no result yet, then print all; 1 if a bar is missed."""
+    os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported; ranks replace it by the fake device
+    session._start = ForkedServer  # type: ignore[assignment]
+    spec_of = session.spec_of
+    session.spec_of = lambda *args: replace(spec_of(*args), evaluates=False)  # type: ignore[assignment]
+    chosen = [name for name in large_names() if all(word in name for word in words)]
+    for name in chosen:
+        if name in {row.name for row in large_rows()}:
             continue
-        began = time.perf_counter()
         try:
-            result = large(name)
+            record = large(name)
         except ToolkitError as error:
             print(f"{name:34} {str(error).splitlines()[0]}", flush=True)
             continue
-        fullest = max(result.roles, key=lambda role: role.step.device_peak_bytes)
-        step, memory = fullest.step, asdict(result.option.estimate.memory)
-        difference = result.predicted_bytes / step.device_peak_bytes - 1
-        differences.append(abs(difference))
-        sizes = f"{result.predicted_bytes / GIB:8.2f} {step.device_peak_bytes / GIB:8.2f}"
-        print(
-            f"{name:34} {sizes} {difference:+7.1%} {time.perf_counter() - began:4.0f} s, "
-            f"{fullest.cpu_seconds:.0f} s of CPU, layers {fullest.ran_layers}",
-            flush=True,
-        )
-        print("    predicted " + _parts({part: memory[part] for part in map(model_part, PARTS)}))
-        print(f"    rank {fullest.rank:4} " + _parts(step.parts), flush=True)
-        off = {part: error for part, error in part_errors(result).items() if abs(error) > 0.1}
-        print(
-            f"    {step.peak_at}; parts beyond 10%: " + (", ".join(f"{p} {e:+.0%}" for p, e in off.items()) or "none")
-        )
-    if differences:
-        print(f"{len(differences)} rows: mean {mean(differences):.1%}, worst {max(differences):.1%}")
-    return 0
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        print(LargeRow.of(record).lines(), f"({record['wall_seconds']:.0f} s)", flush=True)
+    rows = [row for row in large_rows() if row.name in chosen]
+    return summary(rows) if rows else 1
+
+
+def summary(rows: Sequence[LargeRow]) -> int:
+    """Print all rows, and how the bars stand."""
+    for row in rows:
+        print(row.lines(), flush=True)
+    differences = [abs(row.difference) for row in rows]
+    off = sum(abs(error) > 0.1 for row in rows for error in row.part_errors.values())
+    worst = max(rows, key=lambda row: abs(row.difference))
+    print(f"{len(rows)} rows: mean {mean(differences):.1%}, worst {abs(worst.difference):.1%} ({worst.name})")
+    print(f"{off} of {sum(len(row.part_errors) for row in rows)} parts beyond 10%")
+    return 0 if mean(differences) <= MEAN_BOUND and max(differences) <= WORST_BOUND and not off else 1
 
 
 def _parts(parts: dict[str, int]) -> str:

@@ -8,9 +8,10 @@ import pytest
 
 from tests.helpers.planning import GIB, LLAMA_2_7B, cluster, decoder, job
 from toolkit.clusters.devices import DEVICES
-from toolkit.cost import memory as model
+from toolkit.cost import activations as model
+from toolkit.cost.activations import live_bytes, logit_bytes
 from toolkit.cost.execution import of_plan
-from toolkit.cost.memory import live_bytes, logit_bytes, memory
+from toolkit.cost.memory import memory
 from toolkit.plans.plan import Plan
 
 PSI = 6_738_415_616

@@ -57,13 +57,16 @@ def _progress(done: int, total: int, left_seconds: float) -> None:
     print(f"rehearsed {done} of {total} ranks{left}", file=sys.stderr, flush=True)
 
 
-MEASURES = ("peak in a step", "start, device", "start, host", *PARTS, "TFLOP per step", "host syncs per step", "took")
+SQUARE = "tensors sequence × sequence"
+MEASURES = (
+    "peak in a step", "start, device", "start, host", *PARTS, "TFLOP per step", "host syncs per step", SQUARE, "took",
+)  # fmt: skip
 
 
 def _columns(result: Rehearsal) -> dict[str, tuple[str, ...]]:
     """Heading → values in the order of `MEASURES`: the prediction, then one column per rehearsed rank."""
     memory = asdict(result.option.estimate.memory)
-    predicted = (size(result.predicted_bytes), "", "", *(_predicted(memory, part) for part in PARTS), "", "", "")
+    predicted = (size(result.predicted_bytes), "", "", *(_predicted(memory, part) for part in PARTS), *[""] * 4)
     columns = {"predicted": predicted}
     for role in result.roles:
         step = role.step
@@ -74,6 +77,7 @@ def _columns(result: Rehearsal) -> dict[str, tuple[str, ...]]:
             *(size(step.parts[part]) for part in PARTS),
             f"{step.flops / TERA:,.2f}",
             str(sum(step.host_syncs.values())),
+            "unknown" if role.square_tensors is None else str(sum(role.square_tensors.values())),
             f"{role.wall_seconds:.0f} s",
         )
     return columns
@@ -105,6 +109,10 @@ def _lines(result: Rehearsal) -> list[str]:
         f"rank {fullest.rank}: {ran}",
         f"peak of rank {fullest.rank} at {fullest.step.peak_at}",
         *_details(fullest),
+        *(
+            f"  {axis}: {size(rehearsed)} per step in collectives, predicted {size(predicted)}"
+            for axis, (predicted, rehearsed) in result.traffic(fullest).items()
+        ),
     ]
     if result.mismatches:
         lines += [f"collectives differ: group {list(one.group)[:16]}: {one.what}" for one in result.mismatches]
@@ -120,6 +128,7 @@ def _details(role: RoleReport) -> list[str]:
     ]
     for row in step.traffic:
         lines.append(f"  {row['kind']} over {len(row['group'])} ranks: {row['calls']} calls, {size(row['bytes'])}")
+    lines += [f"  {count} tensors {what}" for what, count in (role.square_tensors or {}).items()]
     return lines + [f"  host waits {count} times: {site}" for site, count in step.host_syncs.items()]
 
 

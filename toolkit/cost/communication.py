@@ -222,6 +222,33 @@ def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
     return seconds / e.local_steps
 
 
+def traffic_bytes(e: Execution) -> dict[str, float]:
+    """Bytes per step by axis that the seconds above are of, for one device.
+
+    Of a collective its size counts: what is reduced, exchanged or has been gathered. Of a pipeline, what a stage sends
+    to one neighbour and receives from it. Collectives of the loss and of norms are left out, as in the seconds.
+    """
+    again, passes = e.recompute.traffic, e.layers_per_stage * e.grad_accum
+    hidden = e.element_bytes * e.slice.tokens * e.model.hidden
+    heads = (2 * e.model.heads + 2 * max(e.model.kv_heads, e.sp)) * e.model.head_dim / e.tp
+    return {
+        "tp": passes * 2 * hidden * (2 + again) if e.tp > 1 else 0.0,
+        "sp": passes * e.element_bytes * e.slice.tokens * heads * (2 + again) if e.sp > 1 else 0.0,
+        "pp": 2 * e.grad_accum * hidden / (e.tp if e.software.scattered_sends else 1) if e.pp > 1 else 0.0,
+        "dp": _replica_bytes(e) if e.replicas > 1 else 0.0,
+    }
+
+
+def _replica_bytes(e: Execution) -> float:
+    """Bytes per step of gradients and weights between replicas."""
+    params = _reduced_params(e)
+    grads, weights = _grad_bytes(e) * params * e.trained_share, e.element_bytes * params
+    rounds = e.grad_accum if e.reduces_every_micro_batch else 1
+    if e.zero_stage == 3 and e.pp == 1:
+        return e.grad_accum * (2 * e.weight_wire * weights + grads)
+    return rounds * grads + (weights * e.trained_share if e.zero_stage else 0.0)
+
+
 COPIED = 2.0
 """Bytes read and written per byte that DeepSpeed's ZeRO 3 copies from a flat buffer, or into one."""
 IN_SWITCH_GAIN = 1.3

@@ -8,10 +8,11 @@ from typing import Any
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.devices import Device, find_device
+from toolkit.cost.activations import LOGIT_BYTES
 from toolkit.cost.calibration import Calibration
 from toolkit.cost.estimate import DEVICE_SHARE
 from toolkit.cost.execution import QUANTIZED_BYTES, RECOMPUTE, Execution, Recompute
-from toolkit.cost.memory import LOGIT_BYTES, device_bytes
+from toolkit.cost.memory import device_bytes
 from toolkit.cost.optimizer_step import state_shards
 from toolkit.cost.published_rows import MISSING, NO, YES, NotScorable, PublishedRow
 from toolkit.cost.software import Software, software_of

@@ -14,6 +14,11 @@ NEVER = 2**31 - 1
 """Steps between DeepSpeed's own progress lines: never, because the toolkit prints its own."""
 BUCKET_ELEMENTS = 200_000_000
 """Largest reduction bucket, in elements: enough for full bandwidth; DeepSpeed allocates all of it, 400 MB in bf16."""
+UPDATE_ELEMENTS = 100_000_000
+"""Elements of a rank's shard that ZeRO 3 updates at a time: it copies their fp32 gradients first, 400 MB. DeepSpeed's
+default of a billion takes 4 GB beside the gradients themselves, in an update that moves as many bytes either way."""
+OFFLOADED_UPDATE_ELEMENTS = 1_000_000_000
+"""The same under offload, where the host updates in place, and where these are the pieces that disks are read in."""
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size on every rank: gathering them costs more than storing them."""
 
@@ -118,7 +123,7 @@ def _zero(plan: Plan, reduce: Reduce, params: int, backend: str, nvme_path: str 
             "stage3_max_live_parameters": 10**9,
             "stage3_max_reuse_distance": 10**9,
             "stage3_gather_16bit_weights_on_model_save": False,
-            "sub_group_size": 10**9,
+            "sub_group_size": UPDATE_ELEMENTS if plan.offload == "none" else OFFLOADED_UPDATE_ELEMENTS,
         }
     return config | _offload(plan, backend, nvme_path) | _variants(plan)
 

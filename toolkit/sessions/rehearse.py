@@ -8,12 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.cost.calibration import CALIBRATION
+from toolkit.cost.communication import traffic_bytes
+from toolkit.cost.execution import of_plan
 from toolkit.errors import BadInput, NotRehearsable, RankFailed
 from toolkit.launching.environment import environment
 from toolkit.launching.launchers import Command, import_path
@@ -59,6 +61,8 @@ class Rehearsal:
     """Fraction of live bytes that is added for fragmentation: an estimate."""
     seconds: float
     steps: int
+    predicted_traffic: Mapping[str, float]
+    """Bytes per step by axis (`tp`, `sp`, `pp`, `dp`) that the cost model's seconds are of."""
 
     @property
     def predicted_bytes(self) -> int:
@@ -74,6 +78,16 @@ class Rehearsal:
     def fits(self) -> bool:
         """Whether every rehearsed rank fits on its device."""
         return all(self.needed_bytes(role) <= self.option.estimate.memory_limit_bytes for role in self.roles)
+
+    def traffic(self, role: RoleReport) -> dict[str, tuple[int, int]]:
+        """Axis → bytes per step (predicted, rehearsed); `other`: collectives over ranks of several axes."""
+        plan, found = self.option.plan, {}
+        neighbours = (role.stage > 0) + (role.stage < plan.pp - 1)
+        for axis, size in self.predicted_traffic.items():
+            found[axis] = [round(size) * (neighbours if axis == "pp" else 1), 0]
+        for row in role.step.traffic:
+            found.setdefault(axis_of(row["kind"], row["group"], plan), [0, 0])[1] += row["bytes"]
+        return {axis: (predicted, rehearsed) for axis, (predicted, rehearsed) in found.items() if predicted + rehearsed}
 
     def to_json(self) -> dict[str, Any]:
         """The output of `toolkit rehearse --json`."""
@@ -112,6 +126,12 @@ class Rehearsal:
                 for t in step.largest
             ],
             "collectives": step.traffic,
+            "traffic": {
+                axis: {"predicted_bytes": predicted, "rehearsed_bytes": rehearsed}
+                for axis, (predicted, rehearsed) in self.traffic(role).items()
+            },
+            "square_tensors": None if role.square_tensors is None else sum(role.square_tensors.values()),
+            "square_tensor_sites": role.square_tensors,
             "layers": role.layers,
             "ran_layers": list(role.ran_layers),
             "ran_micro_batches": role.ran_micro_batches,
@@ -152,7 +172,20 @@ def rehearse(
         margin=0.0 if on_cpu else CALIBRATION.fragmentation,
         seconds=time.perf_counter() - began,
         steps=steps,
+        predicted_traffic=traffic_bytes(of_plan(option.plan, resolved.job)),
     )
+
+
+def axis_of(kind: str, ranks: Sequence[int], plan: Plan) -> str:
+    """The axis of a plan that a collective is over."""
+    if kind in ("send", "recv"):
+        return "pp"
+    inside = plan.tp * plan.sp
+    if "alltoall" in kind:
+        return "sp" if plan.sp > 1 else "other"
+    if plan.tp > 1 and len(ranks) <= plan.tp and len({rank // inside for rank in ranks}) == 1:
+        return "tp"
+    return "dp" if len({rank // (plan.dp * inside) for rank in ranks}) == 1 else "other"
 
 
 def choose_ranks(plan: Plan, text: str) -> list[int]:

@@ -13,11 +13,12 @@ from benchmarks.rehearsals import tiny_row
 from toolkit.cli import main
 from toolkit.errors import BadInput, NotRehearsable
 from toolkit.launching.launchers import Command
+from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.runtime.rehearsal.report import RoleReport
 from toolkit.runtime.supervision.warm_pool import WarmProcess
 from toolkit.sessions import rehearse as session
-from toolkit.sessions.rehearse import Rehearsal, choose_ranks, refuse_unfakeable, rehearse
+from toolkit.sessions.rehearse import Rehearsal, axis_of, choose_ranks, refuse_unfakeable, rehearse
 from toolkit.sessions.resolve import resolve
 from toolkit.units import GIB
 
@@ -134,6 +135,7 @@ def test_json_and_page_say_what_was_rehearsed(
     recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, page = tmp_path / "recipe.yaml", tmp_path / "page.html"
+    recipe_mapping["data"]["seq_len"] = 48  # no size of the model, so that squares of it can be told
     recipe.write_text(json.dumps(recipe_mapping))
     assert main(["rehearse", str(recipe), *PLANS["zero 2"], "--nproc", "2", "--json", "--html", str(page)]) == 0
     output = capsys.readouterr()
@@ -145,6 +147,9 @@ def test_json_and_page_say_what_was_rehearsed(
     assert len(role["largest_tensors"]) == 10
     assert role["flops"] > 0
     assert {"kind", "group", "calls", "bytes", "sites"} == set(role["collectives"][0])
+    assert role["square_tensors"] == 0
+    dp = role["traffic"]["dp"]
+    assert dp["rehearsed_bytes"] == pytest.approx(dp["predicted_bytes"], rel=0.02)
     assert "2 of 2" in output.err
     text = page.read_text()
     assert "rank 1" in text
@@ -188,3 +193,26 @@ def test_what_has_no_fake_is_refused_by_name(recipe_mapping: dict[str, Any]) -> 
     resolved = resolve(make_recipe(recipe_mapping, ["model.attention=flash_attention_2"]), 2)
     with pytest.raises(NotRehearsable, match="flash_attention_2"):
         refuse_unfakeable(resolved.recipe, resolved.chosen.plan)
+
+
+def test_tensors_of_the_sequence_squared_are_counted(recipe_mapping: dict[str, Any]) -> None:
+    """Eager attention makes scores and masks of 48 × 48 tokens; the model has no size of 48."""
+    recipe_mapping["data"]["seq_len"] = 48
+    recipe_mapping["model"] |= {"attention": "eager"}
+    (role,) = rehearsed(recipe_mapping, *PLANS["zero 2"], ranks="0").roles
+    assert role.square_tensors
+    assert all("48, 48" in what for what in role.square_tensors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "axis"),
+    [
+        ("allreduce", [4, 5], "tp"),
+        ("allreduce", [0, 2], "dp"),
+        ("_allgather_base", [5, 7], "dp"),
+        ("send", [0, 4], "pp"),
+        ("allreduce", list(range(8)), "other"),
+    ],
+)
+def test_collectives_belong_to_axes(kind: str, ranks: list[int], axis: str) -> None:
+    assert axis_of(kind, ranks, Plan(strategy="hybrid", dp=2, tp=2, pp=2)) == axis

@@ -46,8 +46,11 @@ class Storage:
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of a rank, in the forward pass and in autograd's thread."""
 
-    def __init__(self, device: str, vocabulary: Iterable[int]) -> None:
-        """`device`: type of the plan's device. `vocabulary`: sizes of the last dimension that mark logits."""
+    def __init__(self, device: str, vocabulary: Iterable[int], lengths: Iterable[int] = ()) -> None:
+        """`device`: type of the plan's device. `vocabulary`: sizes of the last dimension that mark logits.
+
+        `lengths`: sizes that are lengths of sequences; tensors with two such dimensions are counted.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.part = "temporary"
@@ -59,7 +62,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.repeats = False
         """Whether what happens now happens again with every further micro-batch."""
         self.live: dict[int, Storage] = {}
-        self._vocabulary = frozenset(vocabulary)
+        self._vocabulary, self._lengths = frozenset(vocabulary), frozenset(lengths)
         self._now = {"cpu": 0, device: 0}
         self._by_part = dict.fromkeys(PARTS, 0)
         self._at_peak = False
@@ -178,6 +181,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, shape = storage.nbytes(), tuple(tensor.shape)
         site = call_site()
         where = f"{self._operator} in {self.module or site}" if self.part != "optimizer" else f"{self._operator} {site}"
+        if sum(one in self._lengths for one in shape) > 1:
+            self._add(("square", f"{list(shape)} by {self._operator} at {site}"), 1)
         made = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
         self.live[key] = made
         self._now[device] = now = self._now[device] + size

@@ -19,7 +19,7 @@ from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.models.build import load_config
+from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.pipeline.split import find_layers
@@ -39,7 +39,8 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
     process_group.adopt(local)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     stand_ins.install(spec, local, heard or [], said)
-    ledger = Ledger("cpu" if spec.backend == "cpu" else fake_device.NAME, _vocabularies(spec))
+    lengths = _lengths(spec)
+    ledger = Ledger("cpu" if spec.backend == "cpu" else fake_device.NAME, _vocabularies(spec), lengths)
     if not spec.every_layer:
         stand_ins.shorten_loss(ledger)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
@@ -64,6 +65,7 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
         layers=layers,
         ran_layers=(layers,),
         ran_micro_batches=spec.plan.grad_accum,
+        tells_lengths=spec.seq_len in lengths,
         sent=said[:1],
     )
 
@@ -111,6 +113,18 @@ def _vocabularies(spec: RehearsalSpec) -> Iterator[int]:
         yield from (size // ranks, -(-size // ranks))
 
 
+def _lengths(spec: RehearsalSpec) -> set[int]:
+    """Lengths of a row, of its documents, of a rank's part of it and of all rows, but for sizes of the model itself."""
+    if spec.rows == "image":
+        return set()
+    rows = [spec.seq_len, spec.seq_len // spec.plan.sp, *_row_lengths(spec)]
+    config = load_config(spec.model).get_text_config()
+    own = {size for parameter in skeleton(spec.model).parameters() for size in parameter.shape}
+    own |= {getattr(config, name, None) or 0 for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}
+    own |= {size // spec.plan.tp for size in own}
+    return {length * samples for length in rows for samples in (1, spec.plan.micro_batch)} - own - {0, 1}
+
+
 def _batch(spec: RehearsalSpec) -> list[MicroBatch]:
     """Micro-batches of the run's shape in host memory."""
     return [_micro_batch(spec) for _ in range(spec.plan.grad_accum)]
@@ -135,6 +149,11 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
 
 def _documents(spec: RehearsalSpec) -> Documents:
     """Bounds can't be read from fake tensors: packed rows hold two documents, padded rows end in padding."""
-    cut = spec.seq_len // 2 if spec.rows == "packed" else spec.seq_len - 1 if spec.rows in ("padded", "text") else 0
-    row = [length for length in (cut, spec.seq_len - cut) if length]
+    row = _row_lengths(spec)
     return Documents.of_lengths(row * spec.plan.micro_batch, spec.plan.micro_batch, spec.rows in ("padded", "text"))
+
+
+def _row_lengths(spec: RehearsalSpec) -> list[int]:
+    """Tokens of each document of a row."""
+    cut = spec.seq_len // 2 if spec.rows == "packed" else spec.seq_len - 1 if spec.rows in ("padded", "text") else 0
+    return [length for length in (cut, spec.seq_len - cut) if length]

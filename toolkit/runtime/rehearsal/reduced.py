@@ -15,8 +15,10 @@ from typing import Any
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.runtime.rehearsal.report import PARTS, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
 
-SHORT = (4, 5, 6)
-"""Layers of the short models (of a pipeline: per stage). Below 4, ZeRO 3 has not yet begun to release parameters."""
+SHORT = (3, 4, 5)
+"""Layers of the short models (of a pipeline: per stage): a first one, a last one, and what is between."""
+SHORT_ZERO_3 = (4, 5, 6)
+"""The same under ZeRO 3, which with fewer layers has not yet begun to release parameters."""
 WORTH = 1.5
 """Least layers of the full model relative to all short ones; below, the full model is run."""
 TOLERANCE = 1e-3
@@ -50,12 +52,13 @@ def lengths(spec: RehearsalSpec, kinds: Sequence[Any]) -> tuple[int, ...]:
     if spec.every_layer or layer_key(spec, layers) is None:
         return ()
     prefix, period = _pattern(kinds)
+    short = SHORT_ZERO_3 if spec.plan.zero_stage == 3 and spec.plan.pp == 1 else SHORT
     if spec.plan.pp > 1:
-        found = SHORT if (prefix, period) == (0, 1) else ()
+        found = short if (prefix, period) == (0, 1) else ()
     else:  # the same rest as in the full model, so that the last layers are of the same kinds
         rest = prefix + (layers - prefix) % period
-        first = rest + period * -(-max(SHORT[0] - rest, 1) // period)
-        step = period * -(-(SHORT[1] - SHORT[0]) // period)
+        first = rest + period * -(-max(short[0] - rest, 1) // period)
+        step = period * -(-(short[1] - short[0]) // period)
         found = (first, first + step, first + 2 * step)
     return found if sum(found) * WORTH <= max(stage_layers(spec, layers)) else ()
 
@@ -107,16 +110,26 @@ def _with_more(phase: Phase, missing: int) -> dict[Any, int]:
     return {key: round(count + missing * phase.repeated.get(key, 0)) for key, count in phase.counts.items()}
 
 
-def extrapolated(reports: Sequence[RoleReport], layers: int) -> RoleReport | None:
-    """The report of a stage with `layers` layers from three short ones; None if they are not on a line."""
+def live_bytes(spec: RehearsalSpec) -> int:
+    """Bytes of gathered parameters up to which ZeRO 3 gathers ahead and does not release; 0 without ZeRO 3."""
+    elements = spec.deepspeed.get("zero_optimization", {}).get("stage3_max_live_parameters", 0)
+    return int(elements) * (4 if spec.plan.precision == "fp32" else 2)
+
+
+def extrapolated(reports: Sequence[RoleReport], layers: int, live: int = 0) -> RoleReport | None:
+    """The report of a stage with `layers` layers from three short ones; None if they are not on a line.
+
+    `live`: bytes of gathered parameters at which a line ends, because DeepSpeed gathers no more; or what the short
+    models have gathered, if that is more.
+    """
     short = [report.layers for report in reports]
     line, last = _Line(short[1], short[2], layers), reports[-1]
     threes = list(zip(*(report.phases for report in reports), strict=True))
-    phases = [_phase(three[1], three[2], line) for three in threes]
-    most = max(phase.device_peak_bytes for phase in phases if phase.name == "step")
-    for three, phase in zip(threes, phases, strict=True):
-        bound = phase.name == "evaluation" and phase.device_peak_bytes < most and _below_the_line(three, short)
-        if not bound and not _on_a_line(three, short):
+    tops = [max(live, *map(_gathered, three)) for three in threes]
+    phases = [_phase(three[1], three[2], line, top) for three, top in zip(threes, tops, strict=True)]
+    last_step = max(number for number, phase in enumerate(phases) if phase.name == "step")
+    for number, (three, top) in enumerate(zip(threes, tops, strict=True)):
+        if not _on_a_line(three, short, top, is_bound=number != last_step):
             return None
     return replace(
         last,
@@ -141,39 +154,42 @@ class _Line:
         return round(right + (right - left) * self._factor)
 
 
-def _on_a_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
+GATHERED = PARTS.index("gathered")
+
+
+def _gathered(phase: Phase) -> int:
+    """Most bytes of gathered parameters at any moment."""
+    return max((parts[GATHERED] for parts in phase.moments.values()), default=0)
+
+
+def _on_a_line(three: Sequence[Phase], short: Sequence[int], most_gathered: int, *, is_bound: bool) -> bool:
     """Whether the third length is where the first two say, for the host, the device and the FLOPs.
 
-    Of the device it is asked moment by moment: another one may own the peak of the third.
+    Of the device it is asked moment by moment: another one may own the peak of the third. `is_bound`: it may also be
+    below: but for the last step, ZeRO 3 gathers ever fewer further weights, and the line is an upper bound.
     """
     line = _Line(*short)
     first, second, third = three
-    said = _phase(first, second, line)
-    pairs = [
-        (said.device_peak_bytes, third.device_peak_bytes),
-        (said.host_peak_bytes, third.host_peak_bytes),
-        (line.at(first.flops, second.flops), third.flops),
-    ]
+    said = _phase(first, second, line, most_gathered)
+    pairs = [(said.host_peak_bytes, third.host_peak_bytes), (line.at(first.flops, second.flops), third.flops)]
+    if not is_bound or said.device_peak_bytes < third.device_peak_bytes:
+        pairs.append((said.device_peak_bytes, third.device_peak_bytes))
     return all(abs(expected - found) <= TOLERANCE * found for expected, found in pairs)
 
 
-def _below_the_line(three: Sequence[Phase], short: Sequence[int]) -> bool:
-    """Whether the line is an upper bound: ZeRO 3 gathers ever fewer further weights in an evaluation."""
-    first, second, third = three
-    return third.device_peak_bytes <= _phase(first, second, _Line(*short)).device_peak_bytes
-
-
-def _phase(left: Phase, right: Phase, line: _Line) -> Phase:
-    moments = {
-        moment: tuple(line.at(a, b) for a, b in zip(left.moments[moment], parts, strict=True))
-        for moment, parts in right.moments.items()
-        if moment in left.moments
-    }
+def _phase(left: Phase, right: Phase, line: _Line, most_gathered: int) -> Phase:
+    moments = {}
+    for moment, bytes_by_part in right.moments.items():
+        if moment in left.moments:
+            found = [line.at(a, b) for a, b in zip(left.moments[moment], bytes_by_part, strict=True)]
+            found[GATHERED] = min(found[GATHERED], most_gathered)
+            moments[moment] = tuple(found)
     top = _top(moments)
     parts = dict(zip(PARTS, moments[top], strict=True))
     same = _top(left.moments) == _top(right.moments) == top
     if same:  # these know what every tensor has become in the end
         parts = {part: line.at(left.parts[part], right.parts[part]) for part in PARTS}
+        parts["gathered"] = min(parts["gathered"], most_gathered)
     is_host = right.host_peak_bytes == right.device_peak_bytes  # a plan for CPUs
     return replace(
         right,

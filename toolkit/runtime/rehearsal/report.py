@@ -12,7 +12,8 @@ from toolkit.recipe.sections import Model, Train
 PARTS = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buckets", "temporary")
 """Parts that live tensors belong to. The memory model has `buckets` and `temporary` as one part, `buffers`."""
 Key = tuple[Any, ...]
-"""What is counted: ("flops",), ("sync", line), ("copy", line), ("calls" or "bytes", kind, ranks, line)."""
+"""What is counted: ("flops",), ("sync", line), ("copy", line), ("square", tensor), ("calls" or "bytes", kind, ranks,
+line)."""
 Moment = tuple[str, ...]
 """A place in a phase: part of the step, micro-batch, module with its layer's number left out, line."""
 
@@ -129,6 +130,11 @@ class Phase:
         return {key[1]: count for key, count in self.counts.items() if key[0] == "copy"}
 
     @property
+    def square_tensors(self) -> dict[str, int]:
+        """`shape by operator at line` → number of new tensors with two dimensions of the sequence length."""
+        return {key[1]: count for key, count in self.counts.items() if key[0] == "square"}
+
+    @property
     def traffic(self) -> list[dict[str, Any]]:
         """Collectives by kind and group, with calls, bytes and lines; the largest first."""
         found: dict[Key, dict[str, Any]] = {}
@@ -165,6 +171,8 @@ class RoleReport:
     ran_layers: tuple[int, ...]
     """Numbers of layers that were run; figures for `layers` are extrapolated unless it is the only one."""
     ran_micro_batches: int
+    tells_lengths: bool = True
+    """Whether no size of the model equals the sequence length; otherwise `square_tensors` can't be counted."""
     sent: list[Any] = field(default_factory=list)
     """Shapes and types that a pipeline stage sends to the next one."""
 
@@ -186,6 +194,11 @@ class RoleReport:
     def step(self) -> Phase:
         """The last step: optimizer states exist, as in every later one."""
         return self.phase("step")
+
+    @property
+    def square_tensors(self) -> dict[str, int] | None:
+        """Tensors of the step with two dimensions of the sequence length; None if the model has such sizes itself."""
+        return self.step.square_tensors if self.tells_lengths else None
 
     @property
     def device_peak_bytes(self) -> int:

@@ -28,7 +28,14 @@ from toolkit.errors import ToolkitError, first_line
 from toolkit.runtime.rehearsal import stand_ins
 from toolkit.runtime.rehearsal.rank import rehearse_rank
 from toolkit.runtime.rehearsal.reads import UnknownRead
-from toolkit.runtime.rehearsal.reduced import extrapolated, further_micro_batches, lengths, reduced, stage_layers
+from toolkit.runtime.rehearsal.reduced import (
+    extrapolated,
+    further_micro_batches,
+    lengths,
+    live_bytes,
+    reduced,
+    stage_layers,
+)
 from toolkit.runtime.rehearsal.report import RehearsalSpec, RoleFailed, RoleReport
 from toolkit.runtime.rehearsal.watch import kinds_of_layers
 
@@ -56,7 +63,7 @@ def main(argv: list[str]) -> int:
     reports: list[Any] = []
     for ranks in runs:
         failed = next((one for one in ranks if isinstance(one, RoleFailed)), None)
-        reports.append(failed or extrapolated(ranks, whole[ranks[0].stage]))
+        reports.append(failed or extrapolated(ranks, whole[ranks[0].stage], live_bytes(spec)))
     if not reports or None in reports:
         server.total += sum(map(len, stages)) * bool(reports)
         reports = [one for (one,) in server.run([reduced(spec, len(kinds), None)], stages)]
