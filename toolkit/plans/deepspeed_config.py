@@ -43,6 +43,9 @@ def deepspeed_config(
         **_reduction(train.reduce),
         "steps_per_print": NEVER,
         "wall_clock_breakdown": False,
+        # DeepSpeed 0.19.8 measures samples per second by default: from the third step on it waits for the device before
+        # and after every micro-batch, though it never prints the result here.
+        "timers": {"throughput": {"enabled": False}},
         "optimizer": _optimizer(plan, train),
         "zero_optimization": _zero(plan, train.reduce, params, backend, nvme_path),
         # Under offload, torch's fused AdamW updates the states on the host, vectorised and without a compiler.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,28 +21,37 @@ from toolkit.runtime.distributed.process_group import all_max, gather_objects
 from toolkit.runtime.engine.protocol import StepResult
 from toolkit.runtime.evaluate import Evaluator
 from toolkit.runtime.metrics.comm_timer import CommTimer
+from toolkit.runtime.metrics.memory import MemoryPeak
 from toolkit.runtime.metrics.step_clock import part
 
 SHOWN_SAMPLES = 16
 """Sample ids that an error message lists per rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """A step that has just been recorded."""
+    """A step that was started; it is finished when its result is read."""
 
     number: int
     """Counted from 1."""
     result: StepResult
     sample_ids: np.ndarray
     """Samples that this rank trained on."""
+    started: float
+    """When it began to fetch its batch, on the host's clock."""
+    data_seconds: float
+    """Time that this rank waited for the batch."""
+    memory: MemoryPeak
 
 
 class AfterStep(Protocol):
     """One hook. It may raise to end the run or to rewind it."""
 
     def after(self, step: FinishedStep) -> None:
-        """Called on every rank after every step, in the same order."""
+        """Called on every rank after every step, in the same order; the next step may have run by then."""
+
+    def needs_state(self, step: int) -> bool:
+        """Whether `after` uses the state of the engine: the next step then starts only afterwards."""
 
 
 class Progress(Protocol):
@@ -57,15 +66,21 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class NonFiniteHook:
-    """Stops the run, on every rank alike, if loss or gradient norm is NaN or infinite."""
+    """Stops the run, on every rank alike, if loss or gradient norm is NaN or infinite.
+
+    The update was skipped on the device. The step after it may have run, but nothing was saved in between.
+    """
 
     all_agree: bool
     """Whether a bad loss is bad on every rank at once; islands may differ."""
     scales_loss: bool
     """Whether overflowing gradients are expected (fp16 loss scaling skips such steps)."""
 
+    def needs_state(self, step: int) -> bool:
+        return False
+
     def after(self, step: FinishedStep) -> None:
-        loss, norm = float(step.result.loss), step.result.grad_norm
+        loss, norm = step.result.loss, step.result.grad_norm
         # ZeRO (DeepSpeed 0.19.8) skips updates with non-finite gradients for ever and says nothing. In fp16 that is how
         # the loss scale is found; elsewhere the run would train on without learning. Can go when DeepSpeed raises.
         if math.isfinite(loss) and (math.isfinite(norm) or self.scales_loss):
@@ -96,8 +111,11 @@ class EvaluateHook:
     saves: bool
     """Whether the run saves checkpoints at all."""
 
+    def needs_state(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.last_step
+
     def after(self, step: FinishedStep) -> None:
-        if step.number % self.every and step.number != self.last_step:
+        if not self.needs_state(step.number):
             return
         with part(self.comm.clock, "evaluate"):
             better = self.evaluator.run(step.number)
@@ -114,6 +132,9 @@ class HeartbeatHook:
 
     heartbeat: Progress
 
+    def needs_state(self, step: int) -> bool:
+        return False
+
     def after(self, step: FinishedStep) -> None:
         self.heartbeat.move(step=step.number, phase="training")
 
@@ -128,6 +149,9 @@ class CheckpointHook:
     due: Callable[[int], bool]
     """Whether a checkpoint is due after this step."""
     last_step: int
+
+    def needs_state(self, step: int) -> bool:
+        return self.due(step) or step == self.last_step
 
     def after(self, step: FinishedStep) -> None:
         with part(self.comm.clock, "checkpoint"):
@@ -149,13 +173,23 @@ class StopHook:
     """Steps between two questions whether to stop: islands agree only where they exchange."""
     last_step: int
     group: Any = None
+    answers: dict[int, bool] = field(default_factory=dict)
+    """Step → whether to stop after it, if that was asked before `after`."""
+
+    def needs_state(self, step: int) -> bool:
+        """Whether any rank was asked to stop. Collective, on the host."""
+        self.answers[step] = self._is_asked(step)
+        return self.answers[step]
+
+    def _is_asked(self, step: int) -> bool:
+        if step >= self.last_step or step % self.every:
+            return False
+        with self.comm.held("agree"):
+            return bool(all_max(torch.tensor(int(self.stop.signal or 0)), self.group))
 
     def after(self, step: FinishedStep) -> None:
-        if step.number >= self.last_step or step.number % self.every:
-            return
-        with self.comm.held("agree"):
-            stopping = int(all_max(torch.tensor(int(self.stop.signal or 0)), self.group))
-        if stopping:
+        known = self.answers.pop(step.number, None)
+        if self._is_asked(step.number) if known is None else known:
             with part(self.comm.clock, "checkpoint"):
                 save(self.saver, self.heartbeat, step.number)
                 self.saver.wait()

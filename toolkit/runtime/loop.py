@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from deepspeed.accelerator import get_accelerator
+
 from toolkit.runtime.between_steps import AfterStep, FinishedStep
-from toolkit.runtime.data.prefetch import Share, prefetched
+from toolkit.runtime.data.prefetch import Made, Share, prefetched
 from toolkit.runtime.data.sample_order import SampleOrder, own_share
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.engine.protocol import Engine
@@ -62,6 +64,8 @@ class Loop:
     rewind: Rewind | None = None
     """Needed if a hook raises `Spike`."""
     hooks: list[AfterStep] = field(default_factory=list)
+    reads_late: bool = field(default_factory=lambda: not get_accelerator().is_synchronized_device())
+    """Whether a step's numbers are read after the next step was started, so that the device never runs out of work."""
 
     def run(self) -> None:
         """Train on every range of steps; after a loss spike, rewind and continue from the last checkpoint."""
@@ -75,19 +79,43 @@ class Loop:
         self.source.finish()
 
     def train(self, steps: range) -> None:
-        """One update for each step: fetch the batch, step, record, run the hooks."""
+        """One update for each step: fetch the batch, step, record, run the hooks.
+
+        Records and hooks of a step come one step late, except where a hook needs the state of that very step.
+        """
         batches = prefetched(self.samples, self.position.order, self.share, steps)
+        unread: FinishedStep | None = None
         for index in steps:
-            number = index + 1
-            started = time.perf_counter()
-            with self.observer.meter.part("data"):
-                ids, batch = next(batches)
-            data_seconds = time.perf_counter() - started
-            with self.observer.watching(number):
-                result = self.engine.step(batch)
-            step_seconds = time.perf_counter() - started
-            own = own_share(ids, replica=self.share.replica, replicas=self.share.replicas)
-            step = FinishedStep(number, result, own)
-            self.observer.record(step, data_seconds=data_seconds, step_seconds=step_seconds)
-            for hook in self.hooks:
-                hook.after(step)
+            step = self._step(index + 1, batches)
+            at_once = not self.reads_late or index + 1 == steps.stop or self._is_needed(step.number)
+            for done in (unread, step if at_once else None):
+                if done is not None:
+                    self._finish(done)
+            unread = None if at_once else step
+
+    def _step(self, number: int, batches: Iterator[Made]) -> FinishedStep:
+        started = time.perf_counter()
+        with self.observer.meter.part("data"):
+            ids, batch = next(batches)
+        data_seconds = time.perf_counter() - started
+        with self.observer.watching(number):
+            result = self.engine.step(batch)
+        own = own_share(ids, replica=self.share.replica, replicas=self.share.replicas)
+        return FinishedStep(
+            number=number,
+            result=result,
+            sample_ids=own,
+            started=started,
+            data_seconds=data_seconds,
+            memory=self.observer.memory.last(),
+        )
+
+    def _is_needed(self, number: int) -> bool:
+        """Whether the state right after this step is saved, evaluated or measured; every hook is asked."""
+        needed = [hook.needs_state(number) for hook in self.hooks]
+        return any(needed) or self.observer.meter.samples_around(number)
+
+    def _finish(self, step: FinishedStep) -> None:
+        self.observer.record(step)
+        for hook in self.hooks:
+            hook.after(step)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class Observer:
     noise: NoiseScale | None = None
     gather_ids: Callable[[np.ndarray], list[int] | None] = lambda own: None
     """Sample ids of all replicas, given this rank's, if the recipe asks for them. Collective."""
+    _last_read: list[float] = field(default_factory=list)
+    """When the step before was done."""
 
     @contextlib.contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -54,12 +57,13 @@ class Observer:
             yield
         self.tracer.after(step)
 
-    def record(self, step: FinishedStep, *, data_seconds: float, step_seconds: float) -> None:
+    def record(self, step: FinishedStep) -> None:
         """Record one finished step."""
         number, result = step.number, step.result
+        loss = result.loss  # waits for the device: the step is over when this returns
+        step_seconds = self._seconds_of(step)
         with self.meter.part("agree"):
             sample_ids = self.gather_ids(step.sample_ids)
-        loss = float(result.loss)  # waits for the device: the step is over when this returns
         split, detail = self.meter.close(number), self.meter.detail(number)
         rate = result.tokens / step_seconds
         share = self.batches.size(number - 1) / self.batches.full
@@ -74,11 +78,11 @@ class Observer:
             tokens_per_second_per_device=rate / self.devices,
             mfu=share * self.model_flops / step_seconds / self.peak_flops,
             hfu=share * self.hardware_flops / step_seconds / self.peak_flops,
-            memory_bytes=self.memory.peak_bytes,
-            memory_reserved_bytes=self.memory.reserved_bytes,
+            memory_bytes=step.memory.bytes,
+            memory_reserved_bytes=step.memory.reserved_bytes,
             memory_now_bytes=self.memory.now_bytes(),
             comm_seconds=split.comm_seconds,
-            data_seconds=data_seconds,
+            data_seconds=step.data_seconds,
             time=split.time,
             wall_seconds=split.wall_seconds,
             parts=split.parts,
@@ -90,6 +94,13 @@ class Observer:
             sample_ids=sample_ids,
         )
         self.recorder.log(replace(record, **detail.fields()) if detail else record)
+
+    def _seconds_of(self, step: FinishedStep) -> float:
+        """Seconds since the step was started, or since the step before was done, if that came later."""
+        now = time.perf_counter()
+        since = max(step.started, *self._last_read) if self._last_read else step.started
+        self._last_read[:] = [now]
+        return now - since
 
     def _noise_of(self, step: int, result: StepResult) -> float | None:
         if self.noise is None or result.micro_square is None or not math.isfinite(result.grad_norm):

@@ -37,8 +37,11 @@ class SpikeHook:
     """A loss above this many times the median is a spike."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
+    def needs_state(self, step: int) -> bool:
+        return False  # after a spike all state comes from a checkpoint
+
     def after(self, step: FinishedStep) -> None:
-        loss = float(step.result.loss)
+        loss = step.result.loss
         usual = statistics.median(self.recent) if len(self.recent) >= LEAST_SEEN else float("inf")
         if loss > self.factor * usual:
             raise Spike(step.number, loss, usual)

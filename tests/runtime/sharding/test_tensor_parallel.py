@@ -122,3 +122,43 @@ def test_every_input_of_a_sharded_region_is_reduced_once() -> None:
     """Query, key and value share an input, and so do gate and up: 2 reductions per layer and direction, and 1."""
     for layers, forward, backward in call_on_ranks(reductions_on_rank, nproc=2):
         assert (forward, backward) == (2 * layers + 1, 2 * layers + 1)
+
+
+def order_on_rank() -> list[str]:
+    """What happens in the backward pass of two linears over one replicated value."""
+    group = TensorGroup(torch.distributed.group.WORLD, torch.distributed.get_rank(), 2)
+    seen: list[str] = []
+    start, gradient = group.start_sum, collectives.weight_gradient
+
+    class Work:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            seen.append("sum starts")
+            self._work = start(tensor)
+
+        def wait(self) -> None:
+            self._work.wait()
+            seen.append("sum ends")
+
+    def computed(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        seen.append("weight gradient")
+        return gradient(rows, x)
+
+    group.start_sum = Work  # type: ignore[method-assign]
+    collectives.weight_gradient = computed
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, requires_grad=True)
+    first, second = (torch.randn(5, 4, requires_grad=True) for _ in range(2))
+    (group.linear(x, first, None).sum() + group.linear(x, second, None).square().sum()).backward()
+    (x @ first.t()).sum().backward()
+    assert x.grad is not None
+    own = x.grad.clone()
+    x.grad = None
+    (2 * (x @ first.t()).sum() + 2 * (x @ second.t()).square().sum()).backward()  # ranks are equal: the sum is twice
+    torch.testing.assert_close(own - first.sum(0).expand_as(own), x.grad)
+    return seen
+
+
+def test_the_sum_over_ranks_runs_while_a_weight_gradient_is_computed() -> None:
+    """Of linears that share an input, the last one in the backward pass knows the whole gradient of the input."""
+    for order in call_on_ranks(order_on_rank, nproc=2):
+        assert order == ["weight gradient", "sum starts", "weight gradient", "sum ends"]

@@ -45,6 +45,8 @@ class Mesh:
         self.replica_group = self._own(replicas)
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
+        self.token_host_group = self._on_hosts(data if plan.sp == 1 else [list(range(size))])
+        """Ranks that see different tokens, for numbers in host memory."""
 
     def between_islands(self) -> Any:
         """A new gloo group of the ranks with this one's index in every island. Collective."""
@@ -69,6 +71,15 @@ class Mesh:
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce in place over the stages and tensor shards of this replica."""
         return all_sum(values, self.replica_group) if self.plan.tp * self.plan.pp > 1 else values
+
+    def _on_hosts(self, groups: Sequence[Sequence[int]]) -> Any:
+        """This rank's group among those that see different tokens, over gloo; None if it is the world or not needed."""
+        if self.token_ranks == 1:
+            return None
+        if torch.distributed.get_backend() == "gloo":
+            return self.data_group if self.plan.sp == 1 else None
+        made = [(ranks, torch.distributed.new_group(list(ranks), backend="gloo")) for ranks in groups]
+        return next(group for ranks, group in made if self.rank in ranks)
 
     def _own(self, groups: Sequence[Sequence[int]]) -> Any:
         """Create all groups (every rank must) and return this rank's. None if it is the world or this rank alone."""

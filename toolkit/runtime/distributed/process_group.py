@@ -174,6 +174,25 @@ def all_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     return values
 
 
+class HostSum:
+    """A sum of whole numbers over ranks, in host memory: started at once, and waited for when it is read.
+
+    Nothing waits for the device, and the first forward pass runs meanwhile.
+    """
+
+    def __init__(self, own: int, group: Any, ranks: int) -> None:
+        """`group`: a gloo group of these ranks. Collective if there are several."""
+        self._sum = torch.tensor(own)
+        self._work = dist.all_reduce(self._sum, group=group, async_op=True) if ranks > 1 else None
+
+    @functools.cached_property
+    def total(self) -> int:
+        """The sum."""
+        if self._work is not None:
+            self._work.wait()
+        return int(self._sum)
+
+
 def all_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Maximum over ranks, in place; tensors in host memory need a gloo group."""
     if dist.is_initialized() and dist.get_world_size() > 1:

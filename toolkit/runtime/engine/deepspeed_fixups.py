@@ -100,7 +100,7 @@ class Scaling:
             loss.register_hook(lambda gradient: gradient * self._used)  # type: ignore[no-untyped-call]
         return loss
 
-    def unscaled(self, norm: float) -> float:
+    def unscaled(self, norm: torch.Tensor | float) -> torch.Tensor | float:
         """Remove the loss scale from a norm that the engine reports."""
         return norm / self._used if self._by_us else norm
 

@@ -1,9 +1,10 @@
-"""Global gradient norm of a step and clipping by it; NaN and infinite gradients stop the update."""
+"""Global gradient norm of a step and clipping by it; updates with NaN or infinite gradients have no effect."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,97 +12,129 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
+from toolkit.runtime.engine import host_waits
+from toolkit.runtime.engine.host_waits import EPSILON, See, UpdateGuard
 from toolkit.runtime.engine.onebit_adam import OneBitAdam
 from toolkit.runtime.models.parameter_shards import layout_of
 
 
-class NonFiniteGradients(Exception):
-    """The averaged gradient is NaN or infinite."""
-
-
 class GradientNormMeter:
-    """The gradient norm of the last step, under any optimizer.
+    """The gradient norm of the last step, under any optimizer; it stays on the device where the update allows it.
 
-    Under ZeRO, DeepSpeed reports a correct norm. Without ZeRO, DeepSpeed 0.19.8 does not:
+    Under ZeRO, DeepSpeed computes a correct norm. Without ZeRO, DeepSpeed 0.19.8 does not:
     - fp32: it clips without reporting a norm, in a pipeline by the first stage's norm, and counts tied weights twice.
       Losses then differ from one process. We measure and clip ourselves.
-    - 16 bits: it clips by the norm of the first tensor rank's shards, without experts. We give it our norm.
+    - 16 bits: it clips by the norm of the first tensor rank's shards, without experts. We give it our norm; in bf16 we
+      also make the step, because DeepSpeed's reads a number from the device for every parameter.
     Both can go when the parity tests of pipeline and tensor parallel pass with ZeRO 0 and without this class.
     """
 
     def __init__(self, engine: Any, mesh: Mesh) -> None:
         self._engine = engine
         self._mesh = mesh
-        self._norm = float("nan")
+        self._norm: torch.Tensor | None = None
         self._differs_by_rank = mesh.token_ranks > 1 and isinstance(engine.basic_optimizer, OneBitAdam)
-        self._plain = mesh.plan.zero_stage == 0 and mesh.plan.precision == "fp32"
-        if self._plain:
-            limit = engine.gradient_clipping() or float("inf")
-            engine.gradient_clipping = lambda: (
-                limit
-            )  # above 0, so that the engine calls `clip_fp32_gradients` each step
-            engine.clip_fp32_gradients = lambda: self._clip(limit)
-        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        if host_waits.decides_on_device(engine, mesh.plan):
+            self._stay_on_device(UpdateGuard(engine.basic_optimizer))
+        elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
             self._correct(engine.optimizer)
 
-    def last(self) -> float:
+    def _stay_on_device(self, guard: UpdateGuard) -> None:
+        engine, plan = self._engine, self._mesh.plan
+
+        def see(norm: torch.Tensor) -> torch.Tensor:
+            self._norm = guard.see(self._over_ranks(norm))
+            return norm
+
+        if plan.zero_stage == 0 and plan.precision == "fp32":
+            limit = engine.gradient_clipping() or float("inf")
+            # Above 0, so that the engine calls `clip_fp32_gradients` each step.
+            engine.gradient_clipping = lambda: limit
+            engine.clip_fp32_gradients = lambda: clip_gradients(engine.module.parameters(), self._mesh, limit, see)
+        elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+            engine.optimizer.step = functools.partial(_step_in_16_bits, engine.optimizer, self._mesh, see)
+        else:
+            host_waits.keep_norm(engine, plan, see)
+        engine.get_global_grad_norm = lambda: self._norm
+
+    def last(self) -> torch.Tensor | float:
         """The norm before clipping."""
-        if self._plain:
+        if self._norm is not None:
             return self._norm
         norm = self._engine.get_global_grad_norm()
-        return self._over_ranks(float(norm)) if norm is not None else float("nan")
+        if norm is None:
+            return float("nan")
+        return self._over_ranks(torch.as_tensor(norm, device=device())) if self._differs_by_rank else norm
 
-    def _over_ranks(self, own: float) -> float:
+    def _over_ranks(self, own: torch.Tensor) -> torch.Tensor:
         """With 1-bit Adam gradients differ between ranks: the root mean square of their norms, equal on all ranks."""
         if not self._differs_by_rank:
             return own
-        squares = torch.tensor(own**2, dtype=torch.float64, device=device())
-        return math.sqrt(float(self._mesh.sum_over_tokens(squares)) / self._mesh.token_ranks)
+        return (self._mesh.sum_over_tokens(own.double().square()) / self._mesh.token_ranks).sqrt()
 
     def _correct(self, optimizer: FP16_UnfusedOptimizer) -> None:
         """Make the optimizer clip by, and report, the norm of all gradients, which are fp32 at that point."""
         clip = optimizer.unscale_and_clip_grads
 
         def clip_by_all(total_norm: float, apply_scale: bool = True) -> Any:
-            groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-            pairs = (pair for weights, masters in groups for pair in zip(weights, masters, strict=True))
-            held = [(weight, master.grad) for weight, master in pairs if master.grad is not None]
-            optimizer._global_grad_norm = gradient_norm(held, self._mesh)
+            held = [(weight, master.grad) for weight, master in _pairs(optimizer) if master.grad is not None]
+            optimizer._global_grad_norm = float(gradient_norm(held, self._mesh))
             return clip(optimizer._global_grad_norm, apply_scale)
 
         optimizer.unscale_and_clip_grads = clip_by_all
 
-    def _clip(self, limit: float) -> None:
-        self._norm = self._over_ranks(clip_gradients(self._engine.module.parameters(), self._mesh, limit))
-        if not math.isfinite(self._norm):
-            raise NonFiniteGradients  # before the update; with ZeRO, DeepSpeed skips the update itself
+
+def _pairs(optimizer: FP16_UnfusedOptimizer) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Weights and their fp32 masters."""
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        yield from zip(weights, masters, strict=True)
 
 
-EPSILON = 1e-6
-"""Added to the norm, as in `torch.nn.utils.clip_grad_norm_`."""
+@torch.no_grad()
+def _step_in_16_bits(optimizer: FP16_UnfusedOptimizer, mesh: Mesh, see: See, closure: None = None) -> None:
+    """`FP16_UnfusedOptimizer.step` of DeepSpeed 0.19.8 with the norm of all gradients, without reading from the device.
+
+    It reads whether each gradient is finite, the norm of each, and the total.
+    """
+    assert closure is None
+    optimizer.overflow = False
+    held: list[Held] = []
+    for weight, master in _pairs(optimizer):
+        master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.to(master.dtype)
+        held.append((weight, master.grad))
+    norm = see(gradient_norm(held, mesh))
+    optimizer._update_scale(False)
+    if optimizer.clip_grad > 0:
+        factor = 1.0 / ((norm.double() + EPSILON) / optimizer.clip_grad).clamp(min=1.0)
+        for _, gradient in held:
+            gradient.mul_(factor.to(gradient.dtype))
+    optimizer.optimizer.step()
+    for weight, master in _pairs(optimizer):
+        master.grad = None
+        weight.data.copy_(master.data)
 
 
 Held = tuple[torch.nn.Parameter, torch.Tensor]
 """A parameter and its gradient."""
 
 
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_norm: float) -> float:
-    """Scale gradients down to `max_norm`; return the norm before clipping."""
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_norm: float, see: See) -> None:
+    """Scale gradients down to `max_norm`; `see` gets the norm before clipping."""
     held = [(p, p.grad) for p in parameters if p.grad is not None]
-    norm = gradient_norm(held, mesh)
-    scale = max_norm / (norm + EPSILON)
-    if scale < 1:
-        torch._foreach_mul_([gradient for _, gradient in held], scale)
-    return norm
+    norm = see(gradient_norm(held, mesh))
+    if held and math.isfinite(max_norm):
+        # In float64, and then in the gradients' type: as a Python number would be.
+        scale = (max_norm / (norm.double() + EPSILON)).clamp(max=1.0)
+        torch._foreach_mul_([gradient for _, gradient in held], scale.to(norm.dtype))
 
 
-def gradient_norm(held: Sequence[Held], mesh: Mesh) -> float:
+def gradient_norm(held: Sequence[Held], mesh: Mesh) -> torch.Tensor:
     """The norm of all gradients of a replica. Collective."""
     squares = mesh.sum_over_shards(_squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh)))
     if mesh.plan.ep > 1:  # the ranks of an expert group hold different experts, and there are dp / ep such groups
         experts = _squares(g for p, g in held if _is_expert(p))
         squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
-    return float(squares.sqrt())
+    return squares.sqrt()
 
 
 def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -136,11 +169,11 @@ class NoiseMeter:
     def _see(self, gradient: torch.Tensor) -> None:
         self._squares += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
 
-    def take(self, accumulated: int) -> float:
+    def take(self, accumulated: int) -> torch.Tensor:
         """Mean squared norm of a micro-batch's gradient in the last step, over all ranks. Collective.
 
         `accumulated`: micro-batches per rank, by which each gradient has been divided.
         """
         total = self._mesh.sum_over_tokens(self._squares.clone())
         self._squares.zero_()
-        return float(total) * accumulated / self._mesh.token_ranks
+        return total.double() * accumulated / self._mesh.token_ranks

@@ -4,35 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.metrics.step_clock import Clock
 from toolkit.runtime.models.micro_batch import MicroBatch
 
+Number = torch.Tensor | float | None
+"""A number that the device may still have to compute."""
+
+
+class StepNumbers:
+    """Numbers of a step on their way to the host.
+
+    The copy is started at once. Reading waits for the step that made the numbers, but not for what was started after
+    it: read one step late, the device never runs out of work.
+    """
+
+    def __init__(self, *, loss: torch.Tensor, grad_norm: Number, micro_square: Number = None) -> None:
+        given = {"loss": loss, "grad_norm": grad_norm, "micro_square": micro_square}
+        computed = {name: n for name, n in given.items() if isinstance(n, torch.Tensor) and n.device == loss.device}
+        self._known = {name: n if n is None else float(n) for name, n in given.items() if name not in computed}
+        self._names = list(computed)
+        self._host = torch.stack([number.double().reshape(()) for number in computed.values()])
+        self._event = None
+        accelerator = get_accelerator()
+        if not accelerator.is_synchronized_device():
+            host = accelerator.pin_memory(torch.empty(len(computed), dtype=torch.float64))
+            host.copy_(self._host, non_blocking=True)
+            self._host, self._event = host, accelerator.Event()
+            self._event.record()
+
+    @cached_property
+    def _read(self) -> dict[str, float | None]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._known | dict(zip(self._names, self._host.tolist(), strict=True))
+
+    def __getitem__(self, name: str) -> float | None:
+        """The number, once the step is done."""
+        return self._read[name]
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Result of a step, equal on every rank and under every strategy."""
+    """Result of a step, equal on every rank and under every strategy. Loss and norms wait for the step when read."""
 
-    loss: torch.Tensor
-    """Cross-entropy averaged over the counted tokens of the global batch; still on the device."""
+    numbers: StepNumbers
     tokens: int
     """Counted tokens of the global batch."""
-    grad_norm: float
-    """Global gradient norm before clipping."""
     lr: float
     """Learning rate of the update."""
     skipped: bool = False
     """Whether the update was skipped because gradients overflowed."""
     loss_scale: float | None = None
     """Loss scale of fp16 for the next step; None in other precisions."""
-    micro_square: float | None = None
-    """Mean squared norm of a micro-batch's gradient, if measured."""
     own_nonfinite: torch.Tensor | None = None
     """Passes in which this rank turned finite values into NaN or infinity; read only after a bad step."""
+
+    @property
+    def loss(self) -> float:
+        """Cross-entropy averaged over the counted tokens of the global batch."""
+        return self._number("loss")
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        return self._number("grad_norm")
+
+    @property
+    def micro_square(self) -> float | None:
+        """Mean squared norm of a micro-batch's gradient, if measured."""
+        return self.numbers["micro_square"]
+
+    def _number(self, name: str) -> float:
+        number = self.numbers[name]
+        assert number is not None
+        return number
 
 
 @dataclass(frozen=True)

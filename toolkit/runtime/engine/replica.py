@@ -12,13 +12,13 @@ import torch
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
-from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine import gradient_reduction
+from toolkit.runtime.distributed.process_group import HostSum, device
+from toolkit.runtime.engine import gradient_reduction, host_waits
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step
-from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter, NonFiniteGradients
+from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
-from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.attention import forward
@@ -80,6 +80,7 @@ class ReplicaEngine:
         skip_batch_check(self._engine)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
+        host_waits.let_streams_wait(self._engine, mesh.plan)
         self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
 
@@ -108,43 +109,45 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        plan, tokens = self._mesh.plan, counted_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
+        counted = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
         self._accumulate(len(batch))
-        # DeepSpeed divides by micro-batches and ranks; this weight makes the result the mean over counted tokens.
-        weight = len(batch) * self._mesh.token_ranks / max(tokens, 1)
-        if self._sums:
-            weight *= plan.global_batch // plan.grad_accum * len(batch)
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
         self._nonfinite.reset()
         self._scaling.begin()
-        try:
-            for micro in batch:
-                with part(self._clock, "forward"):
-                    own = self._slice_batch(micro.located().to(device()))
-                    self._loss.expect(own.labels)
-                    loss = self._loss(forward(self._engine, own).logits, own.labels)
-                    total += loss.detach()
-                with part(self._clock, "backward"):
-                    self._engine.backward(self._scaling.prepared(loss * weight))
-                self._check_once()
-                with part(self._clock, "optimizer"):
-                    self._engine.step()
-        except NonFiniteGradients:  # raised on every rank, because the averaged gradients are equal
-            pass
+        for micro in batch:
+            with part(self._clock, "forward"):
+                own = self._slice_batch(micro.located().to(device()))
+                self._loss.expect(own.labels)
+                loss = self._loss(forward(self._engine, own).logits, own.labels)
+                total += loss.detach()
+            with part(self._clock, "backward"):
+                self._engine.backward(self._scaling.prepared(loss * self._weight(len(batch), counted.total)))
+            self._check_once()
+            with part(self._clock, "optimizer"):
+                self._engine.step()
         nonfinite = self._nonfinite.count + (~torch.isfinite(total)).float()
-        mean = self._mesh.sum_over_tokens(total) / max(tokens, 1)
         scale, skipped = self._scaling.last()
         return StepResult(
-            loss=mean,
-            tokens=tokens,
-            grad_norm=self._scaling.unscaled(self._norm.last()),
+            numbers=StepNumbers(
+                loss=self._mesh.sum_over_tokens(total) / max(counted.total, 1),
+                grad_norm=self._scaling.unscaled(self._norm.last()),
+                micro_square=self._noise.take(len(batch)) if self._noise else None,
+            ),
+            tokens=counted.total,
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            micro_square=self._noise.take(len(batch)) if self._noise else None,
             own_nonfinite=nonfinite,
         )
+
+    def _weight(self, micro_batches: int, tokens: int) -> float:
+        """Factor of the summed loss: DeepSpeed divides by micro-batches and ranks; the result is the mean over tokens.
+
+        If gradients are summed, it is that mean times the sequences of the global batch.
+        """
+        weight, plan = micro_batches * self._mesh.token_ranks / max(tokens, 1), self._mesh.plan
+        return weight * (plan.global_batch // plan.grad_accum * micro_batches) if self._sums else weight
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock
@@ -195,6 +198,6 @@ def time_gradient_sync(engine: Any, clock: Clock) -> None:
     engine.allreduce_gradients = timed
 
 
-def counted_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> int:
-    """Number of tokens of the global batch that the loss counts. Collective."""
-    return int(mesh.sum_over_tokens(torch.tensor(sum(micro.counted for micro in batch), device=device())))
+def count_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> HostSum:
+    """Start to count the tokens of the global batch that the loss counts, from the host's batch. Collective."""
+    return HostSum(sum(micro.counted for micro in batch), mesh.token_host_group, mesh.token_ranks)

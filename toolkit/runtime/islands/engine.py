@@ -19,7 +19,7 @@ from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.checkpoint_state import IslandState
 from toolkit.runtime.islands.flat_masters import FlatMasters
@@ -77,10 +77,12 @@ class IslandEngine:
 
     def _together(self, result: StepResult) -> StepResult:
         """At an exchange, loss and tokens are those of all islands; between exchanges, those of this island."""
-        sums = torch.tensor([float(result.loss) * result.tokens, result.tokens], dtype=torch.float64, device=device())
+        sums = torch.tensor([result.loss * result.tokens, result.tokens], dtype=torch.float64, device=device())
         dist.all_reduce(sums, group=self._mesh.island_group)
         tokens = int(sums[1])
-        return replace(result, loss=(sums[0] / max(tokens, 1)).to(result.loss.dtype), tokens=tokens)
+        loss = (sums[0] / max(tokens, 1)).float()
+        numbers = StepNumbers(loss=loss, grad_norm=result.grad_norm, micro_square=result.micro_square)
+        return replace(result, numbers=numbers, tokens=tokens)
 
 
 class OuterStep:

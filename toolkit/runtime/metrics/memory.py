@@ -20,6 +20,15 @@ SAMPLED_STEP = 2
 """The step that is measured on a CPU: optimizer states are created in step 1, so step 2 is typical."""
 
 
+@dataclass(frozen=True)
+class MemoryPeak:
+    """Peak of one step on this rank."""
+
+    bytes: int
+    reserved_bytes: int
+    """What the accelerator's allocator held at that peak, fragments included; 0 on a CPU."""
+
+
 class MemoryMeter:
     """Peak bytes of this process's tensors, and their purpose."""
 
@@ -34,6 +43,10 @@ class MemoryMeter:
         """Reports when the optimizer starts, which is the end of the backward pass."""
         self._standing: Standing | None = None
         self._after_backward = 0
+
+    def last(self) -> MemoryPeak:
+        """Peak of the last step."""
+        return MemoryPeak(self.peak_bytes, self.reserved_bytes)
 
     def parts(self) -> dict[str, int]:
         """Bytes of the peak by part; empty without a clock, or before the measured step."""

@@ -77,6 +77,10 @@ class StepMeter:
         self.clock.lap(sample_next=self.every == 1)
         self.comm.take()
 
+    def samples_around(self, step: int) -> bool:
+        """Whether parts are measured on the device in this step or in the next: they must not run into each other."""
+        return self.every > 0 and (step % self.every == 0 or (step + 1) % self.every == 0)
+
     def close(self, step: int) -> StepTimes:
         """Finish a step, counted from 1, and return its times."""
         lap, now = self.clock.lap(sample_next=self.every > 0 and (step + 1) % self.every == 0), time.time()

@@ -15,13 +15,12 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import gradient_reduction
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
-from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NonFiniteGradients
+from toolkit.runtime.engine.gradient_norm import GradientNormMeter
 from toolkit.runtime.engine.optimizers import own_optimizer
-from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
-from toolkit.runtime.engine.replica import counted_tokens
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
+from toolkit.runtime.engine.replica import count_tokens
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -93,28 +92,24 @@ class PipelineEngine:
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
-        tokens = counted_tokens(batch, self._mesh)
+        tokens = count_tokens(batch, self._mesh).total
         self._follow_shape(batch[0])
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
-        try:
-            loss = self._engine.train_batch(_dummy_data())
-        except NonFiniteGradients:  # raised on every rank, before the update
-            loss = torch.full((), float("nan"), device=device())
+        loss = self._engine.train_batch(_dummy_data())
         if self._after_backward is not None:
             self._after_backward()
             self._after_backward = None
         scale, skipped = self._scaling.last()
         return StepResult(
-            loss=loss.squeeze() / self._scale,
+            numbers=StepNumbers(loss=loss.squeeze() / self._scale, grad_norm=self._scaling.unscaled(self._norm.last())),
             tokens=tokens,
-            grad_norm=self._scaling.unscaled(self._norm.last()),
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            own_nonfinite=self._stage.nonfinite.count,
+            own_nonfinite=self._stage.nonfinite.count.clone(),
         )
 
     def watch(self, clock: Clock) -> None:
@@ -123,7 +118,7 @@ class PipelineEngine:
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
-        counted = counted_tokens(batch, self._mesh)
+        counted = count_tokens(batch, self._mesh).total
         self._follow_shape(batch[0])
         self._stage.feed(batch, 1.0)
         mean = self._engine.eval_batch(_dummy_data(), num_micro_batches=len(batch))  # over all micro-batches

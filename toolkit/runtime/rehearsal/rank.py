@@ -19,6 +19,7 @@ from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
+from toolkit.runtime.engine.protocol import StepResult
 from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -88,9 +89,13 @@ def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> Iterator[Phase]:
     watch_gradients(ledger, engine, sharded=spec.plan.zero_stage >= 2 and spec.plan.pp == 1)
     watch_modules(engine.module, clock.at)
     repeated = spec.plan.grad_accum if spec.plan.pp > 1 else 1
+    before: StepResult | None = None
     for _ in range(spec.steps):
         clock.begin()
-        engine.step(_batch(spec))
+        result = engine.step(_batch(spec))
+        if before is not None:
+            assert before.loss  # read as the training loop does, when the next step has been started
+        before = result
         assert inner(engine).skipped_steps == 0, "an answer to a read made DeepSpeed skip the update"
         yield ledger.finish("step", repeated)
         label(ledger, engine)

@@ -38,10 +38,11 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("deepspeed/runtime/zero/stage_1_and_2.py", "complete_grad_norm_calculation_for_cpu_offload"): 1.0,
     ("deepspeed/runtime/zero/stage_1_and_2.py", "_has_inf_or_nan"): 0,
     ("deepspeed/runtime/zero/stage_1_and_2.py", "update_offload_overflow_tracker"): False,
-    ("toolkit/runtime/engine/gradient_norm.py", "gradient_norm"): 1.0,
-    ("toolkit/runtime/engine/gradient_norm.py", "last"): 1.0,
-    ("toolkit/runtime/engine/gradient_norm.py", "_over_ranks"): 1.0,
-    ("toolkit/runtime/engine/replica.py", "counted_tokens"): 1,
+    ("toolkit/runtime/distributed/process_group.py", "total"): 1,
+    ("toolkit/runtime/engine/gradient_norm.py", "clip_by_all"): 1.0,
+    ("toolkit/runtime/engine/protocol.py", "__init__"): 1.0,
+    ("toolkit/runtime/engine/protocol.py", "<dictcomp>"): 1.0,
+    ("toolkit/runtime/engine/protocol.py", "_read"): 1.0,
     ("toolkit/runtime/engine/replica.py", "evaluate"): 1.0,
     ("toolkit/runtime/islands/engine.py", "evaluate"): 1.0,
     ("toolkit/runtime/models/micro_batch.py", "counted"): 1,
@@ -113,15 +114,16 @@ def answer_packed_question(packed: bool) -> None:
 
     transformers also takes fake tensors for tensors that are traced, and then always builds whole masks.
     """
-    import transformers.masking_utils as masks
     import transformers.utils.import_utils as imports
 
+    from toolkit.runtime.models import attention
+
     imports.is_fake_tensor = lambda tensor: False
-    find = masks.find_packed_sequence_indices
+    find = attention._find_packed
 
     def answer(position_ids: torch.Tensor) -> torch.Tensor | None:
         if is_on_device(position_ids):
             waits.notify("packed rows?")
         return find(position_ids) if packed else None
 
-    masks.find_packed_sequence_indices = answer
+    attention._find_packed = answer  # asked only where the bounds of documents are not known on the host

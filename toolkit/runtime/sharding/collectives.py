@@ -7,7 +7,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from toolkit.runtime.models.parameter_shards import shares
 
@@ -21,6 +21,8 @@ class TensorGroup:
         self.ranks = ranks
         self._entered: tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor] | None = None
         """The last value that entered a sharded region, its version and mode, and what it became there."""
+        self._read: tuple[weakref.ref[torch.Tensor], tuple[int, bool], torch.Tensor, Reduction] | None = None
+        """As `_entered`, for values that `linear` reads."""
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """A replicated value that several sharded linears read (query, key and value, or gate and up) enters once.
@@ -32,6 +34,25 @@ class TensorGroup:
             entered: torch.Tensor = _CopyIn.apply(tensor, self, True)  # type: ignore[no-untyped-call]
             self._entered = (weakref.ref(tensor), mode, entered)
         return self._entered[2]
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A linear over a replicated value whose gradient is reduced while weight gradients are computed."""
+        mode = (x._version, torch.is_grad_enabled())
+        known = self._read
+        if known is None or known[0]() is not x or known[1] != mode or known[3].begun:
+            reduction = Reduction(self)
+            entered: torch.Tensor = _Enter.apply(x, reduction)  # type: ignore[no-untyped-call]
+            known = self._read = (weakref.ref(x), mode, entered, reduction)
+        return _Linear.apply(known[2], weight, bias, known[3])  # type: ignore[no-untyped-call, no-any-return]
+
+    def forget(self, reduction: Reduction) -> None:
+        """Let go of a value whose gradient is done: it would hold its memory until the next forward pass."""
+        if self._read is not None and self._read[3] is reduction:
+            self._read = None
+
+    def start_sum(self, tensor: torch.Tensor) -> Any:
+        """Start a sum over ranks in a contiguous tensor; `wait` of what is returned ends it."""
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def sum_into(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in the tensor itself if it is contiguous."""
@@ -69,6 +90,48 @@ class TensorGroup:
         return tensor.narrow(-1, sum(sizes[: self.index]), sizes[self.index]).contiguous()
 
 
+class Reduction:
+    """The gradient of a value that several sharded linears read (query, key and value, or gate and up).
+
+    Their gradients are summed in the order of the backward pass, as autograd would. The last of them starts the sum
+    over ranks before it computes the gradient of its weight; the sum is waited for where the value entered.
+    """
+
+    def __init__(self, group: TensorGroup) -> None:
+        self._group = group
+        self._readers = self._left = 0
+        self._total: torch.Tensor | None = None
+        self._work: Any = None
+        self.begun = False
+        """Whether a backward pass has begun: a layer that is recomputed must not be counted as a further reader."""
+
+    def expect(self) -> None:
+        """A further linear reads the value."""
+        self._readers += 1
+        self._left += 1
+
+    def add(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Take the gradient of one linear. The last one gets the sum, which is on its way; the others None."""
+        self.begun = True
+        self._total = gradient if self._total is None else self._total.add_(gradient)
+        self._left -= 1
+        if self._left:
+            return None
+        self._work = self._group.start_sum(self._total)
+        return self._total
+
+    def finish(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum over ranks. If not every linear was part of this backward pass, it starts only now."""
+        self._group.forget(self)
+        total, work = self._total, self._work
+        self._total, self._work, self._left = None, None, self._readers
+        if work is not None:
+            work.wait()
+            return total
+        found = gradient if total is None else total
+        return None if found is None else self._group.sum_into(found)
+
+
 def copy_in(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """A replicated value enters a sharded region; its gradient is summed over ranks."""
     return _CopyIn.apply(tensor, group, False)  # type: ignore[no-untyped-call, no-any-return]
@@ -104,6 +167,45 @@ class _CopyIn(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         # The gradient of a linear's input is a new tensor; other modules may pass one on that is used elsewhere, too.
         return ctx.group.sum_into(gradient) if ctx.own else ctx.group.sum(gradient), None, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        ctx.reduction = reduction
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.reduction.finish(gradient), None
+
+
+class _Linear(torch.autograd.Function):
+    """`torch.nn.functional.linear` with the gradients of autograd, in another order: of the input first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, reduction: Reduction
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.reduction = reduction
+        if ctx.needs_input_grad[0]:
+            reduction.expect()
+        return linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        on_its_way = ctx.reduction.add(rows.mm(weight).view(x.shape)) if ctx.needs_input_grad[0] else None
+        of_weight = weight_gradient(rows, x) if ctx.needs_input_grad[1] else None
+        return on_its_way, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def weight_gradient(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Gradient of a linear's weight from the gradient of its output, as rows, and its input."""
+    return rows.t().mm(x.reshape(-1, x.shape[-1]))
 
 
 class _SumOut(torch.autograd.Function):

@@ -79,10 +79,11 @@ def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int =
     sharder.cut(module, "bias", 0, packs)
     if isinstance(module, Conv1D):
         module.nf = module.weight.shape[1]
+    plain = type(module).forward is torch.nn.Linear.forward
 
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            y = inner(group.enter(x), *args, **kwargs)
+            y = group.linear(x, module.weight, module.bias) if plain else inner(group.enter(x), *args, **kwargs)
             return join_out(y, size, group) if gather else y
 
         return run

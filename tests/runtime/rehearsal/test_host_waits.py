@@ -1,0 +1,37 @@
+"""In steady state the host waits for the device once per step, for the loss and norm of the step before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.rehearsal.several import rehearse_all
+
+pytestmark = pytest.mark.slow
+
+PLANS = {
+    "data parallel": ("strategy.name=data_parallel",),
+    "data parallel fp32": ("strategy.name=data_parallel", "model.precision=fp32"),
+    "zero 1": ("strategy.name=zero", "strategy.zero_stage=1"),
+    "zero 1 at once": ("strategy.name=zero", "strategy.zero_stage=1", "strategy.micro_batch=4"),
+    "zero 2": ("strategy.name=zero", "strategy.zero_stage=2"),
+    "zero 3": ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain"),
+    "tensor": ("strategy.name=tensor_parallel", "strategy.tp=2"),
+    "pipeline": ("strategy.name=pipeline", "strategy.pp=2"),
+}
+STEPS = 4
+"""DeepSpeed's throughput timer, where it is on, begins to wait in the third step."""
+READ = "event.synchronize at toolkit/runtime/engine/protocol.py"
+
+
+def test_the_host_waits_once_per_step(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    recipe_mapping["model"]["precision"] = "bf16"
+    recipe_mapping["strategy"] = {"micro_batch": 1, "offload": "none"}
+    recipe_mapping["cluster"] = {"device": "H100-SXM5-80GB", "nodes": 1, "devices_per_node": 2}
+    for name, roles in rehearse_all(recipe_mapping, PLANS, tmp_path, STEPS).items():
+        for role in roles:
+            sites = role.step.host_syncs
+            assert sum(sites.values()) == 1, (name, role.rank, role.optimizer, sites)
+            assert next(iter(sites)).startswith(READ), (name, sites)
