@@ -43,7 +43,7 @@ from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.supervision.warm_pool import run_warm
 from toolkit.sessions.resolve import resolve
 
-HANG_SECONDS = 8
+HANG_SECONDS = 20
 KIB = 1024
 KILLED = "rank {rank} on \\S+ was ended by SIGKILL"
 
@@ -108,7 +108,7 @@ def slow_disk(one: Try) -> None:
 def clock_jumps(one: Try) -> None:
     """Wall clocks that jump by hours, unlike in every process: no hang and no stale lock; a killed rank is named."""
     with injected(CLOCK_JUMPS) as one.env:
-        one.start(f"train.hang_timeout_seconds={3 * HANG_SECONDS}")
+        one.start(f"train.hang_timeout_seconds={6 * HANG_SECONDS}")
         if one.rng.random() < 0.5:
             one.disturbed = True
             one.end(0, "")
@@ -227,8 +227,7 @@ def resume(one: Try) -> int:
         recipe = load_recipe(RunDir(one.run).recipe, ["checkpoint.resume=auto"])
         return train_warm(recipe, one.run, one.nproc)
     process = commands.start(toolkit("resume", str(one.run), "--nproc", str(one.nproc)), one.run)
-    text, _ = process.communicate(timeout=400)
-    one.text += text
+    one.text += commands.finish(process)[0]
     return process.returncode
 
 

@@ -103,11 +103,8 @@ def try_one(recipe: Path, run: Path, expected: dict[int, float], number: signal.
     time.sleep(moment.seconds)
     if process.poll() is None:
         os.kill(process.pid, number)
-    try:
-        text, _ = process.communicate(timeout=180)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        text = process.communicate()[0] + "\nno end within 180 s"
+    text, in_time = commands.finish(process)
+    text += "" if in_time else "\nno end in time"
     orphans, resumed = len(leftovers(run)), "not"
     if process.returncode == 75 and (run / "recipe.yaml").is_file():
         resumed = "by command" if random.Random(run.name).random() < BY_COMMAND else "by warm workers"
@@ -121,7 +118,7 @@ def try_one(recipe: Path, run: Path, expected: dict[int, float], number: signal.
 def resume(run: Path) -> str:
     """Resume with a command; return what it said."""
     process = commands.start(toolkit("resume", str(run)), run)
-    return process.communicate(timeout=300)[0]
+    return commands.finish(process)[0]
 
 
 def resume_warm(run: Path) -> str:

@@ -18,6 +18,9 @@ from benchmarks.harness.tiny_llama import TINY_LLAMA
 MARK = "TOOLKIT_BENCHMARK_RUN"
 """Environment variable by which every process of a command is found, whatever its command line says."""
 
+END_SECONDS = 900.0
+"""A command that has not ended by then hangs; on a busy machine, imports alone take minutes."""
+
 
 def toolkit(*words: str) -> list[str]:
     """A command of the toolkit."""
@@ -50,6 +53,15 @@ def start(argv: list[str], mark: Path, env: Mapping[str, str] | None = None) -> 
     )
 
 
+def finish(process: subprocess.Popen[str], seconds: float = END_SECONDS) -> tuple[str, bool]:
+    """Wait for a command; return what it said, and whether it ended in time. Otherwise it is killed."""
+    try:
+        return process.communicate(timeout=seconds)[0], True
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0], False
+
+
 def losses(run: Path) -> dict[int, float]:
     """Step → loss of a run; a line that is being written is left out."""
     path, found = run / "metrics.jsonl", {}
@@ -62,7 +74,7 @@ def losses(run: Path) -> dict[int, float]:
     return found
 
 
-def at_step(run: Path, step: int, process: subprocess.Popen[str], seconds: float = 180.0) -> None:
+def at_step(run: Path, step: int, process: subprocess.Popen[str], seconds: float = END_SECONDS) -> None:
     """Wait until a run has done so many steps, or has ended."""
     deadline = time.monotonic() + seconds
     while process.poll() is None and max(losses(run), default=0) < step and time.monotonic() < deadline:

@@ -67,16 +67,13 @@ class Try:
         self.process = commands.start([*prefix, *toolkit(*words)], self.run, self.env)
         return self.process
 
-    def end(self, code: int | tuple[int, ...], pattern: str, seconds: float = 240) -> None:
+    def end(self, code: int | tuple[int, ...], pattern: str) -> None:
         """Wait for the command; its exit code and message must be those of the fault."""
         assert self.process is not None
         wanted = code if isinstance(code, tuple) else (code,)
-        try:
-            text, _ = self.process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            text, _ = self.process.communicate()
-            self.problems.append(f"no end within {seconds:.0f} s")
+        text, in_time = commands.finish(self.process)
+        if not in_time:
+            self.problems.append("no end in time")
         self.text += text
         if self.process.returncode not in wanted:
             self.problems.append(f"exit code {self.process.returncode} instead of {wanted}")
@@ -89,9 +86,9 @@ class Try:
         """Wait for a random step; one time in four for a moment before the first one, if that is allowed."""
         assert self.process is not None
         if not first and self.rng.random() < 0.25:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while not self.workers() and self.process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+                time.sleep(0.05)
             time.sleep(self.rng.uniform(0, 4))
         else:
             at_step(self.run, self.rng.randrange(max(first, 1), LAST), self.process)
