@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from toolkit.runtime.rehearsal import reads
 from toolkit.runtime.rehearsal.fake_device import is_on_device, waits
 from toolkit.runtime.rehearsal.reads import call_site
-from toolkit.runtime.rehearsal.report import PARTS, Collective, Key, LargeTensor, Moment, Phase
+from toolkit.runtime.rehearsal.report import PARTS, WIDE, Collective, Key, LargeTensor, Moment, Phase
 
 aten = torch.ops.aten
 LARGEST = 10
@@ -157,7 +157,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return out
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, kwargs)
+        copies = self._gloo_copies(func, args)
         out = func(*args, **kwargs)
+        del copies
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             self._add(("flops",), int(counted(*args, **kwargs, out_val=out)))
@@ -169,6 +171,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(one, torch.Tensor):
                     self._count(one)
         return out
+
+    def _gloo_copies(self, func: Any, args: Any) -> list[torch.Tensor]:
+        """What the collective holds while it runs: gloo (torch 2.13) sums a reduce-scatter in a copy of its input."""
+        if self.device != "cpu" or func is not torch.ops.c10d._reduce_scatter_base_.default:
+            return []
+        self._operator, copy = func, args[1].clone()
+        self._count(copy)
+        return [copy]
 
     def _count(self, tensor: torch.Tensor) -> None:
         device = tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
@@ -188,7 +198,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now[device] = now = self._now[device] + size
         if device == self.device:
             self._by_part[made.part] += size
-            self._note_moment((*self.place, site), now)
+            self._note_moment((*self.place, site + WIDE if tensor.dtype == torch.float64 else site), now)
         if now > self._peaks[device]:
             self._peaks[device] = now
             if device == self.device:
