@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = {"cpu": 0, device: 0}
         self._by_part = dict.fromkeys(PARTS, 0)
         self._at_peak = False
-        self._operator = ""
+        self._operator: Any = ""
         self._begin()
         waits.listener = self.wait
 
@@ -165,11 +165,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(("flops",), int(counted(*args, **kwargs, out_val=out)))
         self._operator = func
         if isinstance(out, torch.Tensor):
-            self._count(out)
+            self.count(out)
         elif isinstance(out, list | tuple):
             for one in out:
                 if isinstance(one, torch.Tensor):
-                    self._count(one)
+                    self.count(one)
         return out
 
     def _gloo_copies(self, func: Any, args: Any) -> list[torch.Tensor]:
@@ -177,10 +177,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.device != "cpu" or func is not torch.ops.c10d._reduce_scatter_base_.default:
             return []
         self._operator, copy = func, args[1].clone()
-        self._count(copy)
+        self.count(copy)
         return [copy]
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's bytes until it is freed, if its storage is a new one."""
         device = tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
         if device == "meta":
             return
