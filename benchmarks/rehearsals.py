@@ -159,7 +159,7 @@ ZERO_3 = ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=
 ZERO_3_OFFLOAD = (
     "strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain", "strategy.offload=cpu_params",
 )  # fmt: skip
-TENSOR = ("strategy.name=tensor_parallel", "strategy.tp=8", "strategy.zero_stage=0")
+TENSOR = ("strategy.name=tensor_parallel", "strategy.tp=8", "strategy.zero_stage=1")
 PIPELINE = ("strategy.name=pipeline", "strategy.pp=4")
 SEQUENCE = ("strategy.name=sequence_parallel", "strategy.sp=8", "strategy.zero_stage=2")
 ADAPTERS = "model.lora={rank: 16}"

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from benchmarks.rehearsals import MEAN_BOUND, WORST_BOUND, large_rows
 from tests.helpers.planning import GIB, LLAMA_2_7B, cluster, decoder, job
 from toolkit.clusters.devices import DEVICES
 from toolkit.cost import activations as model
@@ -233,3 +234,11 @@ def test_the_demo_on_a_cpu_is_predicted_within_five_percent(
         recompute=recompute, precision="fp32",
     )  # fmt: skip
     assert memory(one, work).total / 2**20 == pytest.approx(mib, rel=0.05)
+
+
+def test_predictions_are_near_the_recorded_rehearsals() -> None:
+    """What `python -m benchmarks.rehearsals` rehearsed at full size; docs/rehearsal.md has the table."""
+    rows = large_rows()
+    differences = {row.name: abs(row.difference) for row in rows}
+    assert sum(differences.values()) / len(rows) <= MEAN_BOUND
+    assert {name: one for name, one in differences.items() if one > WORST_BOUND} == {}

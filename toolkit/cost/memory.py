@@ -61,7 +61,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
     if _without_buckets(e, parts):
         parts["buffers"] = 0.0
-    parts["buffers"] += _step_peak(e, params, parts)
+    _count_update(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
     parts["host"] = host_bytes(e, params, _state_bytes(e, params) / state_shards(e))
@@ -219,6 +219,21 @@ def _buffers(e: Execution, params: float) -> float:
 
 def _own_bucket(e: Execution) -> float:
     return bucket_elements(e.model_params * e.trained_share, e.tp * e.pp, e.bucket_elements)
+
+
+def _count_update(e: Execution, params: float, parts: dict[str, float]) -> None:
+    """Let the update own the peak if it needs more than the passes: activations and buckets have been freed then.
+
+    ZeRO 1 and 2 in 16 bits copy the gradients of a shard, and before that each tensor's in float64, for its norm.
+    """
+    stage = e.zero_stage in (1, 2) and e.pp == 1 and e.drops_gradients and not e.accumulates_apart
+    if not stage or e.cluster.device.backend == "cpu" or e.element_bytes == 4 or e.offload != "none":
+        parts["buffers"] += _step_peak(e, params, parts)
+        return
+    shard = params * e.trained_share / state_shards(e)
+    need = max(4 * shard, 8 * min(shard, e.model.hidden * max(e.model.vocab, e.model.ffn) / e.tp))
+    if need > parts["activations"] + parts["logits"] + parts["buffers"]:
+        parts |= {"activations": 0.0, "logits": 0.0, "buffers": need}
 
 
 def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from toolkit.runtime.rehearsal import reads
 from toolkit.runtime.rehearsal.fake_device import is_on_device, waits
 from toolkit.runtime.rehearsal.reads import call_site
-from toolkit.runtime.rehearsal.report import PARTS, Collective, Key, LargeTensor, Moment, Phase
+from toolkit.runtime.rehearsal.report import PARTS, WIDE, Collective, Key, LargeTensor, Moment, Phase
 
 aten = torch.ops.aten
 LARGEST = 10
@@ -66,7 +66,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = {"cpu": 0, device: 0}
         self._by_part = dict.fromkeys(PARTS, 0)
         self._at_peak = False
-        self._operator = ""
+        self._operator: Any = ""
         self._begin()
         waits.listener = self.wait
 
@@ -157,20 +157,31 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return out
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, kwargs)
+        copies = self._gloo_copies(func, args)
         out = func(*args, **kwargs)
+        del copies
         counted = flop_registry.get(func._overloadpacket)
         if counted is not None:
             self._add(("flops",), int(counted(*args, **kwargs, out_val=out)))
         self._operator = func
         if isinstance(out, torch.Tensor):
-            self._count(out)
+            self.count(out)
         elif isinstance(out, list | tuple):
             for one in out:
                 if isinstance(one, torch.Tensor):
-                    self._count(one)
+                    self.count(one)
         return out
 
-    def _count(self, tensor: torch.Tensor) -> None:
+    def _gloo_copies(self, func: Any, args: Any) -> list[torch.Tensor]:
+        """What the collective holds while it runs: gloo (torch 2.13) sums a reduce-scatter in a copy of its input."""
+        if self.device != "cpu" or func is not torch.ops.c10d._reduce_scatter_base_.default:
+            return []
+        self._operator, copy = func, args[1].clone()
+        self.count(copy)
+        return [copy]
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's bytes until it is freed, if its storage is a new one."""
         device = tensor.fake_device.type if isinstance(tensor, FakeTensor) else tensor.device.type
         if device == "meta":
             return
@@ -188,7 +199,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now[device] = now = self._now[device] + size
         if device == self.device:
             self._by_part[made.part] += size
-            self._note_moment((*self.place, site), now)
+            self._note_moment((*self.place, site + WIDE if tensor.dtype == torch.float64 else site), now)
         if now > self._peaks[device]:
             self._peaks[device] = now
             if device == self.device:

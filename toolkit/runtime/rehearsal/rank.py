@@ -42,6 +42,7 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
     stand_ins.install(spec, local, heard or [], said)
     lengths = _lengths(spec)
     ledger = Ledger("cpu" if spec.backend == "cpu" else fake_device.NAME, _vocabularies(spec), lengths)
+    stand_ins.count_rng_states(ledger)
     if not spec.every_layer:
         stand_ins.shorten_loss(ledger)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:

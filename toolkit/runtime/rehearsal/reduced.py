@@ -8,12 +8,13 @@ module, line of code) has a line of its own, because another moment can own the 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.plans.pipeline_bounds import even_bounds
-from toolkit.runtime.rehearsal.report import PARTS, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
+from toolkit.runtime.rehearsal.report import PARTS, WIDE, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
 
 SHORT = (3, 4, 5)
 """Layers of the short models (of a pipeline: per stage): a first one, a last one, and what is between."""
@@ -110,22 +111,37 @@ def _with_more(phase: Phase, missing: int) -> dict[Any, int]:
     return {key: round(count + missing * phase.repeated.get(key, 0)) for key, count in phase.counts.items()}
 
 
-def live_bytes(spec: RehearsalSpec) -> int:
-    """Bytes of gathered parameters up to which ZeRO 3 gathers ahead and does not release; 0 without ZeRO 3."""
-    elements = spec.deepspeed.get("zero_optimization", {}).get("stage3_max_live_parameters", 0)
-    return int(elements) * (4 if spec.plan.precision == "fp32" else 2)
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes at which lines end."""
+
+    gathered: int = 0
+    """Of gathered parameters, up to which ZeRO 3 gathers ahead and does not release."""
+    wide: int | None = None
+    """Of a copy in float64: the largest tensor. Short models may have shards that are smaller than it, and grow."""
+
+    @classmethod
+    def of(cls, spec: RehearsalSpec, kinds: Sequence[Any]) -> Bounds:
+        """From the DeepSpeed config and the sizes of tables and layers; `kinds`: what each layer looks like."""
+        config, live = spec.model.config or {}, spec.deepspeed.get("zero_optimization", {})
+        tables = config.get("vocab_size", 0) * config.get("hidden_size", 0)
+        largest = max([tables, *(math.prod(shape) for shapes, _ in kinds for _, shape in shapes)])
+        width = 4 if spec.plan.precision == "fp32" else 2
+        return cls(live.get("stage3_max_live_parameters", 0) * width, 8 * largest or None)
 
 
-def extrapolated(reports: Sequence[RoleReport], layers: int, live: int = 0) -> RoleReport | None:
+NO_BOUNDS = Bounds()
+
+
+def extrapolated(reports: Sequence[RoleReport], layers: int, bounds: Bounds = NO_BOUNDS) -> RoleReport | None:
     """The report of a stage with `layers` layers from three short ones; None if they are not on a line.
 
-    `live`: bytes of gathered parameters at which a line ends, because DeepSpeed gathers no more; or what the short
-    models have gathered, if that is more.
+    The line of gathered parameters ends at its bound, or at what the short models have gathered, if that is more.
     """
     short = [report.layers for report in reports]
     line, last = _Line(short[1], short[2], layers), reports[-1]
     threes = list(zip(*(report.phases for report in reports), strict=True))
-    tops = [max(live, *map(_gathered, three)) for three in threes]
+    tops = [replace(bounds, gathered=max(bounds.gathered, *map(_gathered, three))) for three in threes]
     phases = [_phase(three[1], three[2], line, top) for three, top in zip(threes, tops, strict=True)]
     last_step = max(number for number, phase in enumerate(phases) if phase.name == "step")
     for number, (three, top) in enumerate(zip(threes, tops, strict=True)):
@@ -154,7 +170,7 @@ class _Line:
         return round(right + (right - left) * self._factor)
 
 
-GATHERED = PARTS.index("gathered")
+GATHERED, TEMPORARY = PARTS.index("gathered"), PARTS.index("temporary")
 
 
 def _gathered(phase: Phase) -> int:
@@ -162,7 +178,7 @@ def _gathered(phase: Phase) -> int:
     return max((parts[GATHERED] for parts in phase.moments.values()), default=0)
 
 
-def _on_a_line(three: Sequence[Phase], short: Sequence[int], most_gathered: int, *, is_bound: bool) -> bool:
+def _on_a_line(three: Sequence[Phase], short: Sequence[int], bounds: Bounds, *, is_bound: bool) -> bool:
     """Whether the third length is where the first two say, for the host, the device and the FLOPs.
 
     Of the device it is asked moment by moment: another one may own the peak of the third. `is_bound`: it may also be
@@ -170,26 +186,25 @@ def _on_a_line(three: Sequence[Phase], short: Sequence[int], most_gathered: int,
     """
     line = _Line(*short)
     first, second, third = three
-    said = _phase(first, second, line, most_gathered)
+    said = _phase(first, second, line, bounds)
     pairs = [(said.host_peak_bytes, third.host_peak_bytes), (line.at(first.flops, second.flops), third.flops)]
     if not is_bound or said.device_peak_bytes < third.device_peak_bytes:
         pairs.append((said.device_peak_bytes, third.device_peak_bytes))
     return all(abs(expected - found) <= TOLERANCE * found for expected, found in pairs)
 
 
-def _phase(left: Phase, right: Phase, line: _Line, most_gathered: int) -> Phase:
+def _phase(left: Phase, right: Phase, line: _Line, bounds: Bounds) -> Phase:
     moments = {}
     for moment, bytes_by_part in right.moments.items():
         if moment in left.moments:
             found = [line.at(a, b) for a, b in zip(left.moments[moment], bytes_by_part, strict=True)]
-            found[GATHERED] = min(found[GATHERED], most_gathered)
-            moments[moment] = tuple(found)
+            moments[moment] = _ended(found, moment, bounds)
     top = _top(moments)
     parts = dict(zip(PARTS, moments[top], strict=True))
     same = _top(left.moments) == _top(right.moments) == top
     if same:  # these know what every tensor has become in the end
         parts = {part: line.at(left.parts[part], right.parts[part]) for part in PARTS}
-        parts["gathered"] = min(parts["gathered"], most_gathered)
+        parts = dict(zip(PARTS, _ended(list(parts.values()), top, bounds), strict=True))
     is_host = right.host_peak_bytes == right.device_peak_bytes  # a plan for CPUs
     return replace(
         right,
@@ -203,6 +218,15 @@ def _phase(left: Phase, right: Phase, line: _Line, most_gathered: int) -> Phase:
         largest=_largest(left, right, line) if same else [],
         moments=moments,
     )
+
+
+def _ended(found: Sequence[int], moment: Moment, bounds: Bounds) -> tuple[int, ...]:
+    """Bytes by part at a moment, with the lines that end."""
+    ended = list(found)
+    ended[GATHERED] = min(ended[GATHERED], bounds.gathered)
+    if bounds.wide is not None and moment[-1].endswith(WIDE):
+        ended[TEMPORARY] = min(ended[TEMPORARY], bounds.wide)
+    return tuple(ended)
 
 
 def _top(moments: Mapping[Moment, tuple[int, ...]]) -> Moment:

@@ -16,6 +16,8 @@ Key = tuple[Any, ...]
 line)."""
 Moment = tuple[str, ...]
 """A place in a phase: part of the step, micro-batch, module with its layer's number left out, line."""
+WIDE = " in float64"
+"""Ends the line of a moment at which a copy in float64 is made, as for DeepSpeed's norms of single tensors."""
 
 
 def model_part(part: str) -> str:

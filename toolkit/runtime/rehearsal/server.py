@@ -29,10 +29,10 @@ from toolkit.runtime.rehearsal import stand_ins
 from toolkit.runtime.rehearsal.rank import rehearse_rank
 from toolkit.runtime.rehearsal.reads import UnknownRead
 from toolkit.runtime.rehearsal.reduced import (
+    Bounds,
     extrapolated,
     further_micro_batches,
     lengths,
-    live_bytes,
     reduced,
     stage_layers,
 )
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     reports: list[Any] = []
     for ranks in runs:
         failed = next((one for one in ranks if isinstance(one, RoleFailed)), None)
-        reports.append(failed or extrapolated(ranks, whole[ranks[0].stage], live_bytes(spec)))
+        reports.append(failed or extrapolated(ranks, whole[ranks[0].stage], Bounds.of(spec, kinds)))
     if not reports or None in reports:
         server.total += sum(map(len, stages)) * bool(reports)
         reports = [one for (one,) in server.run([reduced(spec, len(kinds), None)], stages)]

@@ -101,6 +101,19 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     _stage_shapes(heard, said)
 
 
+def count_rng_states(ledger: Ledger) -> None:
+    """Count the states of the random generator that recomputed layers keep: no operator makes them."""
+    read = torch.get_rng_state
+    module: Any = torch
+
+    def counted() -> torch.Tensor:
+        state = read()
+        ledger.count(state)
+        return state
+
+    module.get_rng_state = counted
+
+
 def shorten_loss(ledger: Ledger) -> None:
     """Of many blocks of the vocabulary run the first two and the last: all take the same bytes.
 
