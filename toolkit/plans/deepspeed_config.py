@@ -155,7 +155,7 @@ def _variants(plan: Plan) -> dict[str, Any]:
 
 
 def _pipeline(plan: Plan) -> dict[str, Any]:
-    """Tensor-parallel ranks send full activations: DeepSpeed 0.19.8 partitions only a single tensor between stages."""
+    """`pipeline/transfers.py` sends the shares of tensor ranks: DeepSpeed 0.19.8 partitions a single tensor only."""
     return {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}} if plan.pp > 1 else {}
 
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run
+from tests.helpers.parallel import ADAM, ONE, SGD, TOKENS, assert_same, model, run, train_as_rank
 from toolkit.plans.plan import Plan
+from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.models.build import fill, open_weights, skeleton
 from toolkit.runtime.pipeline.split import SplitRefused, analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.proofs.coverage import tiny_model
+from toolkit.runtime.supervision.warm_pool import call_on_ranks
 
 TWO = Plan(strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32", pipeline_bounds=(0, 2, 4))
 
@@ -86,3 +88,35 @@ def test_a_wrong_norm_would_be_seen() -> None:
     with pytest.raises(AssertionError):
         assert_same(clipped, free)
     assert ADAM.grad_clip == 1.0
+
+
+def train_in_batches(plan: Plan) -> tuple[Trajectory, list[tuple[str, int, int]]]:
+    """A run whose exchanges are batched as on GPUs; (kind, elements, address) of every transfer."""
+    from toolkit.runtime.pipeline import transfers
+
+    transfers.BATCHES = ("gloo",)
+    seen: list[tuple[str, int, int]] = []
+    exchange = torch.distributed.batch_isend_irecv
+
+    def noted(operations: list[torch.distributed.P2POp]) -> list[torch.distributed.Work]:
+        seen.extend((one.op.__name__, one.tensor.numel(), one.tensor.data_ptr()) for one in operations)
+        return exchange(operations)
+
+    torch.distributed.batch_isend_irecv = noted
+    return train_as_rank(model("llama"), plan, SGD, "packed"), seen
+
+
+@pytest.mark.slow
+def test_tensor_ranks_send_a_share_each_into_reused_buffers() -> None:
+    """Two stages of two tensor ranks: exchanges of a turn in one batch give the losses of one after another."""
+    plan = replace(TWO, strategy="hybrid", tp=2)
+    expected = run(model("llama"), plan, SGD, data="packed")
+    assert_same(run(model("llama"), ONE, SGD, data="packed"), expected)
+    config = model("llama").config
+    assert config is not None
+    for found, transfers in call_on_ranks(train_in_batches, plan, nproc=4):
+        assert found == expected
+        assert {kind for kind, _, _ in transfers} == {"isend", "irecv"}
+        assert {elements for _, elements, _ in transfers} == {TOKENS * config["hidden_size"] // 2}
+        assert len({address for kind, _, address in transfers if kind == "irecv"}) <= 2  # one per slot, one gradient
+        assert len(transfers) == 2 * plan.grad_accum * len(found.loss)

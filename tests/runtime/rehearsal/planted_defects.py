@@ -9,9 +9,9 @@ from typing import Any
 import deepspeed
 import deepspeed.comm as dist
 import torch
-from deepspeed.runtime.pipe import p2p
 
 from toolkit.runtime.distributed.process_group import device
+from toolkit.runtime.pipeline.transfers import Transfers
 from toolkit.runtime.rehearsal import rank as rehearsal
 from toolkit.runtime.rehearsal import server
 from toolkit.runtime.sharding.collectives import TensorGroup
@@ -67,12 +67,12 @@ def left_out_sum(engine: Any) -> None:
 
 def half_a_message(engine: Any) -> None:
     """One stage of a pipeline sends half of what the next one waits for."""
-    send = p2p.send
+    whole = Transfers._outgoing
 
-    def shorter(tensor: torch.Tensor, stage: int, **options: Any) -> Any:
-        return send(tensor.flatten()[: tensor.numel() // 2] if tensor.numel() > 1000 else tensor, stage, **options)
+    def shorter(self: Transfers, tensors: Any, rank: int) -> Any:
+        return [(tensor.flatten()[: tensor.numel() // 2], rank) for tensor, rank in whole(self, tensors, rank)]
 
-    p2p.send = shorter
+    Transfers._outgoing = shorter  # type: ignore[method-assign]
 
 
 def extra_collective_on_a_stage(engine: Any) -> None:

@@ -100,7 +100,7 @@ class CommTimer:
         return timed
 
     def _timed(self, name: str, collective: Any) -> Any:
-        kind = KINDS[name]
+        kind, label = KINDS[name], name[1:] if name in ("isend", "irecv") else name
 
         def run(*args: Any, **kwargs: Any) -> Any:
             group = kwargs.get("group", args[kind.group_place] if len(args) > kind.group_place else None)
@@ -114,7 +114,7 @@ class CommTimer:
             finally:
                 self.clock.leave()
                 seconds = time.perf_counter() - start
-                tally = self._count(f"{name}/{'pp_comm' if part == RECEIVE else part}", seconds)
+                tally = self._count(f"{label}/{'pp_comm' if part == RECEIVE else part}", seconds)
                 tally.calls += 1
                 tally.bytes += kind.sent(size_of(payload), ranks)
             if not isinstance(work, torch.distributed.Work):
@@ -147,7 +147,7 @@ class CommTimer:
             return "pp_comm"
         if name in ("recv", "irecv"):
             return RECEIVE
-        if inner and around in ("forward", "backward"):
+        if inner and around in ("forward", "backward", "pp_comm"):
             return "tp_comm"
         if name in REDUCES and around in ("backward", "grad_sync", "optimizer"):
             return "grad_sync"

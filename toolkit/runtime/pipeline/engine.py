@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -26,6 +26,7 @@ from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.pipeline.transfers import EXCHANGES, Transfers
 
 
 class PipelineEngine:
@@ -59,6 +60,7 @@ class PipelineEngine:
         gradient_reduction.install(self._engine, train.reduce, mesh)
         self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
+        self._transfers = Transfers(self._engine, mesh)
         stage.prepared = self._scaling.prepared
 
     @property
@@ -98,7 +100,7 @@ class PipelineEngine:
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
-        loss = self._engine.train_batch(_dummy_data())
+        loss = self._engine.train_batch()
         if self._after_backward is not None:
             self._after_backward()
             self._after_backward = None
@@ -114,6 +116,7 @@ class PipelineEngine:
 
     def watch(self, clock: Clock) -> None:
         """Attribute each instruction of DeepSpeed's schedule to a part of the step (`_INSTRUCTION_MAP` of 0.19.8)."""
+        self._transfers.clock = clock
         known = type(self._engine)._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
@@ -121,7 +124,7 @@ class PipelineEngine:
         counted = count_tokens(batch, self._mesh).total
         self._follow_shape(batch[0])
         self._stage.feed(batch, 1.0)
-        mean = self._engine.eval_batch(_dummy_data(), num_micro_batches=len(batch))  # over all micro-batches
+        mean = self._engine.eval_batch(iter(()), num_micro_batches=len(batch))  # over all micro-batches
         self._engine.module.train()
         # All tensor ranks of the last stage have the same count; other stages have 0.
         correct = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._stage.correct)) // self._mesh.plan.tp
@@ -135,6 +138,7 @@ class PipelineEngine:
         """
         if self._shape not in (None, micro.shape):
             self._engine.reset_activation_shape()
+            self._transfers.reset()
         self._shape = micro.shape
 
 
@@ -142,10 +146,7 @@ _PARTS = {
     instructions.LoadMicroBatch: "data",
     instructions.ForwardPass: "forward",
     instructions.BackwardPass: "backward",
-    instructions.SendActivation: "pp_comm",
-    instructions.RecvActivation: "pp_comm",
-    instructions.SendGrad: "pp_comm",
-    instructions.RecvGrad: "pp_comm",
+    **dict.fromkeys(EXCHANGES, "pp_comm"),
     instructions.ReduceGrads: "grad_sync",
     instructions.ReduceTiedGrads: "grad_sync",
     instructions.OptimizerStep: "optimizer",
@@ -225,10 +226,3 @@ class _Built(LayerSpec):  # type: ignore[misc]
 
     def build(self, log: bool = False) -> Stage:
         return self._stage
-
-
-def _dummy_data() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Dummy batches: DeepSpeed 0.19.8 requires an iterator on the first and last stage, but stages hold their own."""
-    empty = torch.zeros(1, dtype=torch.long)
-    while True:
-        yield empty, empty

@@ -16,6 +16,7 @@ from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.models import attention, head_loss
 from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.first_weights import Ranges
+from toolkit.runtime.pipeline import transfers
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.ledger import Ledger
 from toolkit.runtime.rehearsal.report import HeadTrials, RehearsalSpec
@@ -89,6 +90,7 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     assert spec.head is not None, "trials with real numbers come first"
     if spec.backend != "cpu":
         _replace("toolkit.runtime", "_on_recent_gpu", lambda: "V100" not in spec.device_name)
+        _transfers_as_on_gpus()
     fake_device.patch_fake_tensors()
     kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
     for package in ("torch.nn.functional", "toolkit.runtime"):
@@ -168,6 +170,13 @@ def _groups(rank: int) -> None:
         return make(ranks, backend="fake")
 
     module.new_group = new_group
+
+
+def _transfers_as_on_gpus() -> None:
+    """Stages exchange in batches, as over NCCL; torch 2.13 asks which backend the fake device has, and finds none."""
+    transfers.BATCHES = (*transfers.BATCHES, "fake")
+    module: Any = td
+    module.batch_isend_irecv = lambda operations: [one.op(one.tensor, one.peer) for one in operations]
 
 
 def _stage_shapes(heard: list[Any], said: list[Any]) -> None:
