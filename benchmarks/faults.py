@@ -226,7 +226,7 @@ def resume(one: Try) -> int:
     if one.fault not in WHOLE_COMMAND and one.rng.random() < 0.6:
         recipe = load_recipe(RunDir(one.run).recipe, ["checkpoint.resume=auto"])
         return train_warm(recipe, one.run, one.nproc)
-    process = commands.start(toolkit("resume", str(one.run), "--nproc", str(one.nproc)), one.run)
+    one.process = process = commands.start(toolkit("resume", str(one.run), "--nproc", str(one.nproc)), one.run)
     one.text += commands.finish(process)[0]
     return process.returncode
 
