@@ -18,8 +18,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.observed import DETAIL_EVERY, Observed, first_decides, measured_on_ranks, observed
 from benchmarks.paired import in_turn, ratio
+from toolkit.runtime.between_steps import FinishedStep
 
 Blocks = list[list[float]]
 """Seconds of the steps of each block."""
@@ -56,7 +59,16 @@ def watched_block(run: Observed, counts: dict[str, int], record_cpu: list[float]
         result = run.engine.step(run.batch)
         counts["steps"] += 1
         cpu = time.thread_time()
-        run.observer.record(counts["steps"], result, data_seconds=0.0, step_seconds=time.perf_counter() - began)
+        run.observer.record(
+            FinishedStep(
+                number=counts["steps"],
+                result=result,
+                sample_ids=np.arange(0),
+                started=began,
+                data_seconds=0.0,
+                memory=run.observer.memory.last(),
+            )
+        )
         record_cpu.append(time.thread_time() - cpu)
         taken.append(time.perf_counter() - began)
     return statistics.median(taken[:-1]) * (DETAIL_EVERY - 1) + taken[-1]
