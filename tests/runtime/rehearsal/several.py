@@ -32,7 +32,7 @@ def rehearse_all(
         (own / "in").write_bytes(pickle.dumps((spec_of(resolved, plan, steps), stages, plan.devices)))
         files += [str(own / part) for part in ("in", "out", "log")]
     env = environment({"DS_ACCELERATOR": "cuda"})
-    subprocess.run([sys.executable, "-m", __name__, *files], env=env, check=True)
+    subprocess.run([sys.executable, "-P", __file__, *files], env=env, check=True)
     return {name: _reports(directory / name) for name in plans}
 
 
