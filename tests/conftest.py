@@ -34,6 +34,7 @@ LONGEST = (
     "security/test_closed_door.py",
     "commands/test_ray.py",
     "runtime/rehearsal/test_rehearsal.py",
+    "runtime/rehearsal/test_host_waits.py",
     "runtime/supervision/test_supervise.py",
     "launching/test_launch_files.py",
     "runtime/proofs/test_autotp.py",
