@@ -1,8 +1,8 @@
 """Rank the proposals of the strategies: every plan gets an estimate or a refusal, unless it can't win.
 
-Two prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not.
-Recompute only adds time, so it is not tried where the same plan fits without it. `tests/planner/test_search.py`
-compares both with brute force.
+Two prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not, except
+without accumulation, where gradients take less memory. Recompute only adds time, so it is not tried where the same plan
+fits without it. `tests/planner/test_search.py` compares both with brute force.
 """
 
 from __future__ import annotations
@@ -233,7 +233,8 @@ def _memory_key(plan: Plan) -> tuple[Any, ...]:
     """Everything that memory depends on except the micro-batch."""
     return (
         plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.ep, plan.zero_stage, plan.zero_group,
-        plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.recompute,
+        plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.grad_accum > 1,
+        plan.recompute,
     )  # fmt: skip
 
 
