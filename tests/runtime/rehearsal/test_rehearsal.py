@@ -38,10 +38,9 @@ def rehearsed(mapping: dict[str, Any], *overrides: str, **options: Any) -> Rehea
     return rehearse(resolve(make_recipe(mapping, overrides), 2), **options)
 
 
-@pytest.mark.parametrize("name", ["zero-2 bf16", "zero-3-accum fp32"])
-def test_rehearsed_bytes_are_the_measured_ones(name: str) -> None:
+def test_rehearsed_bytes_are_the_measured_ones() -> None:
     """A sample of `python -m benchmarks.rehearsals --harness`; docs/rehearsal.md says which rows do not agree."""
-    row = tiny_row(name)
+    row = tiny_row("zero-2 bf16")
     assert row.rehearsed_bytes == pytest.approx(row.measured_bytes, rel=BOUND)
 
 
