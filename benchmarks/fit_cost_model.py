@@ -46,8 +46,8 @@ THIN = {
 PRIOR = 0.03
 """Weight of staying near the start (in logs), so that constants which the data don't show stay put."""
 ROUGH = {
-    "matmul": 0.9, "attention": 0.8, "stream": 0.7, "launch_seconds": 2e-5, "kernel_seconds": 3e-6, "tp_exposed": 0.5,
-    "interference": 0.5, "network_interference": 0.2, "pipeline_waits": 1.5,
+    "matmul": 0.9, "attention": 0.8, "attention_tokens": 800, "stream": 0.7, "launch_seconds": 2e-5,
+    "kernel_seconds": 3e-6, "tp_exposed": 0.5, "interference": 0.5, "network_interference": 0.2, "pipeline_waits": 1.5,
     "zero_host_seconds": 2e-4, "fixed_seconds": 1e-2, "power": 0.4, "misaligned": 0.7,
 }  # fmt: skip
 """Where leaving one source out starts, so that nothing of the source left out is in the start."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.pipeline_bounds import pipeline_bounds
 from toolkit.plans.plan import Job, Plan, Refusal
+from toolkit.recipe.axes import RECOMPUTES
 
 __all__ = ["Job", "Plan", "Proposal", "Refusal", "Space", "Strategy", "divisors", "plans"]
 
@@ -61,7 +62,7 @@ class Space:
     zero_variant: Sequence[str] = ("plain",)
     zero_quantized: Sequence[str] = ("none",)
     offload: Sequence[str] = ("none",)
-    recompute: Sequence[str] = ("none", "full")
+    recompute: Sequence[str] = RECOMPUTES
     tensor_by: Sequence[str] = ("slices",)
     islands: Sequence[int] = (1,)
     local_steps: Sequence[int] = (1,)
@@ -124,7 +125,10 @@ def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any
 
 
 def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[Proposal]:
-    """Plans for one choice of axes, with every possible micro-batch and group size."""
+    """Plans for one choice of axes, with every possible micro-batch and group size.
+
+    A plan that DeepSpeed can't run is refused once: except under a batch ramp, no rule depends on the micro-batch.
+    """
     islands = axes["islands"]
     replica = axes["tp"] * axes["pp"] * axes["sp"] * islands
     if job.cluster.devices % replica:
@@ -135,20 +139,23 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
         yield Refusal(strategy, reason)
         return
     share = job.workload.global_batch // (dp * islands)
+    bounds, refused = _bounds(job, axes["pp"]), set()
     for micro_batch, group in itertools.product(micro_batches(share, job.fixed), _groups(job, dp, axes)):
         batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
-        if any(job.fixed.get(name, value) != value for name, value in batches.items()):
+        if group in refused or any(job.fixed.get(name, value) != value for name, value in batches.items()):
             continue
         plan = Plan(
             strategy=strategy,
             dp=dp,
             zero_group=group,
             precision=job.workload.precision,
-            pipeline_bounds=_bounds(job, axes["pp"]),
+            pipeline_bounds=bounds,
             **batches,
             **axes,
         )
         reason = deepspeed_rules.refusal(plan, job)
+        if reason and not job.workload.ramp_start:
+            refused.add(group)
         yield Refusal(strategy, reason, plan) if reason else plan
 
 

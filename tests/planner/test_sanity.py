@@ -67,7 +67,9 @@ DENSE = (
     Sane("llama-3.1-8b", A100_40, 2, 128, 4096, {"zero_stage": 3}, "40 GB: weights are sharded, too"),
     Sane("llama-3.1-8b", H100, 8, 512, 8192, {"zero_stage": 2}, "64 devices: replicas; gradients hide in the batch"),
     Sane("llama-2-13b", A100, 1, 64, 4096, {"zero_stage": 3}, "13B: ZeRO 3 inside a node costs little"),
-    Sane("llama-2-13b", A100_40, 1, 64, 2048, {"zero_stage": 3, "recompute": "full"}, "states alone are 26 of 40 GB"),
+    Sane(
+        "llama-2-13b", A100_40, 1, 64, 2048, {"zero_stage": 3, "recompute": "offload"}, "states alone are 26 of 40 GB"
+    ),
     Sane("qwen3-32b", H100, 4, 256, 4096, {"zero_stage": 3}, "32 devices hold 512 GB of states; ZeRO 3 over fast NICs"),
     Sane("llama-3.1-70b", H100, 8, 512, 4096, {"zero_stage": 3, "tp": 1}, "70B on 64 H100: ZeRO 3 with a large batch"),
     Sane("llama-3.1-70b", A100, 16, 1024, 4096, {"zero_stage": 3, "tp": 1}, "128 A100 with 200 Gbit/s each: the same"),
@@ -80,19 +82,19 @@ DENSE = (
     ),
 )
 OTHERS = (
-    Sane("mixtral-8x7b", H100, 4, 256, 4096, {"zero_stage": 3}, "47B of states: sharded over 32 devices"),
+    Sane("mixtral-8x7b", H100, 4, 256, 4096, {"ep": 8}, "47B of states: experts over a node, states over 32 devices"),
     Sane("mixtral-8x7b", A100, 8, 512, 4096, {"ep": 8}, "an expert per device of a node; tokens go over NVLink"),
     Sane("mixtral-8x22b", H100, 16, 512, 4096, {"zero_stage": 3}, "141B: 2.2 TB of states over 128 devices"),
     Sane("llama-3.1-8b", "L40S", 1, 64, 2048, {"zero_stage": 2}, "PCIe: micro-batches of 8, reduced once"),
     Sane("llama-3.2-1b", "RTX-4090", 1, 64, 2048, {"zero_stage": 1}, "PCIe: gradients once per step", per_node=4),
-    Sane("llama-3.2-3b", "RTX-3090", 1, 64, 1024, {"pp": 2, "tp": 1}, "24 GB and PCIe: two stages"),
+    Sane("llama-3.2-3b", "RTX-3090", 1, 64, 1024, {"pp": 4, "tp": 1}, "24 GB, PCIe: two stages take 21.0 of them"),
     Sane("llama-3.2-1b", "RTX-5090", 1, 32, 2048, {"tp": 1}, "one card of 32 GB holds 1B with its states", per_node=1),
     Sane("gpt2-xl", "V100-SXM2-32GB", 1, 64, 1024, {"zero_stage": 2}, "old devices: replicas", work=OLD),
     Sane("llama-2-7b", "V100-SXM2-32GB", 2, 64, 2048, {"zero_stage": 3}, "7B over 16 × 32 GB", work=OLD),
     Sane("llama-3.1-8b", "MI300X", 1, 128, 4096, {"zero_stage": 1}, "192 GB: states shard, nothing else needs to"),
     Sane("llama-3.1-70b", "H200-SXM", 2, 256, 4096, {"zero_stage": 3, "tp": 1}, "16 × 141 GB hold 70B with its states"),
     Sane("llama-3.1-8b", H100, 1, 64, 4096, {"zero_stage": 0}, "adapters: replicas of frozen weights", work=LORA),
-    Sane("llama-3.1-70b", H100, 1, 64, 2048, {"zero_stage": 3}, "140 GB of frozen weights: sharded", work=LORA),
+    Sane("llama-3.1-70b", H100, 1, 64, 2048, {"tp": 2, "pp": 4}, "140 GB of frozen weights: cut once", work=LORA),
     Sane("llama-3.1-70b", H100, 1, 8, 2048, {"tp": 1}, "one device: 4 bits are 40 GB", per_node=1, work=QLORA),
     Sane("llama-3.1-8b", A100, 1, 8, 32768, {"sp": 8}, "32,768 tokens: split over the node, nothing is recomputed"),
     Sane("llama-3.1-8b", H100, 1, 8, 131072, {"sp": 8}, "131,072 tokens: the sequence is split over the node"),

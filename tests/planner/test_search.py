@@ -84,6 +84,17 @@ def test_a_misfit_names_its_parts_and_what_would_fit() -> None:
     assert reason.endswith("; ZeRO 1 would fit")
 
 
+def test_a_misfit_of_the_host_names_the_host() -> None:
+    """LoRA of 70 billion parameters on one device: with recompute the device is large enough, a host of 160 GiB not."""
+    model = decoder(80, 8192, 28672, 64, 8, 128256)
+    work = job(model, cluster(per_node=1, host_gib=160), global_batch=16, seq_len=4096, lora_rank=16)
+    offloaded = [one for one in Zero().propose(work) if isinstance(one, Plan) and one.offload == "cpu_params"]
+    decision = decide(work, offloaded)
+    assert decision.chosen is None
+    (nearest,) = decision.refused
+    assert "GiB of host memory; 144.0 may be used" in nearest.reason
+
+
 def test_a_single_fixed_plan_is_shown_even_if_it_does_not_fit() -> None:
     plan = Plan(strategy="data_parallel", dp=8, micro_batch=8)
     decision = decide(job(), [plan])

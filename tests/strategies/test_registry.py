@@ -83,7 +83,6 @@ def test_fixed_axes_are_kept() -> None:
         ({"zero_stage": 3, "zero_variant": "mics", "zero_group": 4}, "removed in DeepSpeed 0.19.7"),
         ({"zero_stage": 2, "zero_group": 4}, "zero_variant hpz"),
         ({"zero_stage": 2, "zero_quantized": "weights"}, "needs ZeRO 3"),
-        ({"recompute": "selective"}, "offers none, full"),
         ({"islands": 2}, "synchronises every step"),
         ({"grad_accum": 3}, "does not make the global batch"),
     ],

@@ -96,7 +96,8 @@ class _DataSheet:
 # Columns: name, peak and best measured matmul (TFLOP/s), memory (GiB), memory bandwidth (TB/s), links to peers (GB/s),
 # link to the host (GB/s), network (Gbit/s), best measured fp8 matmul (TFLOP/s).
 # Sources: vendors' data sheets (peaks, memory, links, watts, multiprocessors); stas00/ml-engineering (measured matmul
-# rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak is used. AMD's measured
+# rates "MAMF" and network tables). Where no measured matmul rate is published, 0.8 of the peak is used, and 0.95 for
+# GeForce cards, whose clocks exceed their data sheets (cuBLAS on an RTX 5060 Ti: 47 of 47). AMD's measured
 # rates already include the effect of the power limit, so these rows give no watts: it would count twice. GeForce cards
 # have no direct access to each other over PCIe: their traffic goes through host memory, at half the rate.
 DEVICES: dict[str, Device] = {
@@ -105,29 +106,38 @@ DEVICES: dict[str, Device] = {
         _DataSheet("T4", 65, 40, 16, 0.32, 12, 12, 25, units=40, watts=70, bf16=False),
         _DataSheet("V100-SXM2-16GB", 125, 100, 16, 0.9, 150, 12, 100, units=80, watts=300, bf16=False),
         _DataSheet("V100-SXM2-32GB", 125, 100, 32, 0.9, 150, 12, 100, units=80, watts=300, bf16=False),
+        _DataSheet("RTX-2080-Ti", 54, 43, 11, 0.616, 6, 12, 25, units=68, watts=250, bf16=False),
+        _DataSheet("A100-PCIe-40GB", 312, 252.9, 40, 1.555, 31, 25, 100, units=108, watts=250),
         _DataSheet("A100-SXM4-40GB", 312, 271.2, 40, 1.555, 300, 25, 200, units=108, watts=400),
         _DataSheet("A100-SXM4-80GB", 312, 271.2, 80, 2.0, 300, 25, 200, units=108, watts=400),
         _DataSheet("A100-PCIe-80GB", 312, 252.9, 80, 1.94, 31, 25, 100, units=108, watts=300),
         _DataSheet("A800-SXM4-80GB", 312, 271.2, 80, 2.0, 200, 25, 200, units=108, watts=400),
         _DataSheet("A10G", 70, 56, 24, 0.6, 25, 25, 25, units=80, watts=300),
+        _DataSheet("A30", 165, 132, 24, 0.933, 31, 25, 50, units=56, watts=165),
+        _DataSheet("A40", 150, 120, 48, 0.696, 31, 25, 50, units=84, watts=300),
         _DataSheet("A6000", 155, 124, 48, 0.768, 25, 25, 50, units=84, watts=300),
         _DataSheet("H100-SXM5-80GB", 989, 794.5, 80, 3.35, 450, 50, 400, 1402.6, units=132, watts=700, nvls=True),
         _DataSheet("H100-PCIe-80GB", 756, 600, 80, 2.0, 300, 50, 200, 1070, units=114, watts=350),
         _DataSheet("H800-SXM5-80GB", 989, 794.5, 80, 3.35, 200, 50, 400, 1402.6, units=132, watts=700, nvls=True),
-        _DataSheet("H20-SXM", 148, 144, 96, 4.0, 450, 50, 400, 270, units=78, watts=400, nvls=True),
+        _DataSheet("H20-SXM", 148, 140, 96, 4.0, 450, 50, 400, 270, units=78, watts=400, nvls=True),
         _DataSheet("H200-SXM", 989, 794.5, 141, 4.8, 450, 50, 400, 1453.4, units=132, watts=700, nvls=True),
         _DataSheet("GH200-SXM", 989, 828.6, 141, 4.8, 450, 300, 400, 1535.0, units=132, watts=900, nvls=True),
         _DataSheet("B200-SXM", 2250, 1745.0, 180, 8.0, 900, 50, 400, 3432.5, units=148, watts=1000, nvls=True),
         _DataSheet("GB200", 2500, 1822.0, 186, 8.0, 900, 300, 400, 3615.6, units=148, watts=1200, nvls=True, domain=72),
         _DataSheet("B300-SXM", 2250, 1769.0, 288, 8.0, 900, 100, 800, 3353.3, units=148, watts=1100, nvls=True),
         _DataSheet("GB300", 2500, 1822.0, 288, 8.0, 900, 300, 800, 3615.6, units=148, watts=1400, nvls=True, domain=72),
+        _DataSheet("L20", 119.5, 110, 48, 0.864, 31, 25, 100, 220, units=92, watts=275),
+        _DataSheet("L40", 181, 145, 48, 0.864, 31, 25, 100, 290, units=142, watts=300),
         _DataSheet("L40S", 362, 290, 48, 0.86, 31, 25, 100, 580, units=142, watts=350),
         _DataSheet("L4", 121, 97, 24, 0.30, 31, 25, 50, 190, units=58, watts=72),
-        _DataSheet("RTX-3090", 71, 60, 24, 0.936, 12, 25, 25, units=82, watts=350),
-        _DataSheet("RTX-4090", 165, 140, 24, 1.01, 12, 25, 25, 280, units=128, watts=450),
-        _DataSheet("RTX-5090", 209, 177, 32, 1.79, 25, 50, 25, 350, units=170, watts=575),
+        _DataSheet("RTX-3090", 71, 67, 24, 0.936, 12, 25, 25, units=82, watts=350),
+        _DataSheet("RTX-4080", 97, 92, 16, 0.717, 12, 25, 25, 156, units=76, watts=320),
+        _DataSheet("RTX-4090", 165, 157, 24, 1.01, 12, 25, 25, 280, units=128, watts=450),
+        _DataSheet("RTX-5090", 209, 198, 32, 1.79, 25, 50, 25, 350, units=170, watts=575),
         _DataSheet("RTX-6000-Ada", 364, 290, 48, 0.96, 25, 25, 50, 580, units=142, watts=300),
         _DataSheet("RTX-PRO-6000", 504, 400, 96, 1.79, 50, 50, 100, 800, units=188, watts=600),
+        _DataSheet("MI210", 181, 145, 64, 1.6, 150, 25, 100, units=104, board_watts=300, backend="rocm"),
+        _DataSheet("MI250", 362, 290, 128, 3.28, 350, 25, 100, units=208, board_watts=560, backend="rocm"),
         _DataSheet("MI250X", 383, 300, 128, 3.28, 350, 25, 100, units=220, board_watts=560, backend="rocm"),
         _DataSheet("MI300X", 1300, 668.4, 192, 5.3, 448, 50, 400, 1300, units=304, board_watts=750, backend="rocm"),
         _DataSheet("MI325X", 1300, 784.9, 256, 6.0, 448, 50, 400, 1500, units=304, board_watts=1000, backend="rocm"),

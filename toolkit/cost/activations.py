@@ -16,20 +16,33 @@ FP32_LOGIT_BYTES = 12.0
 BLOCK_ELEMENTS, WHOLE_ELEMENTS, SUM_ELEMENTS, LEAST_COLUMNS = 2**25, 2**27, 2**26, 256
 """Sizes of the toolkit's loss, as in `runtime/models/head_loss.py`, which this package can't import (a test compares):
 logits of a block, logits that a CPU makes at once, fp32 sums of the hidden states' gradient, columns of a block."""
+HEAD_LIVE, NORM_LIVE = 4, 5
+"""Tensors as wide as the model beyond those of the layers: while the loss goes backward, and while the final norm does;
+one more is the gradient of the loss (rehearsed)."""
 LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
-"""Tensors of the final norm, each as wide as the model: kept by its forward pass, and live in its backward pass."""
+"""The same on a CPU."""
+LIVE_INNER = 2
+"""Gradients as wide as the MLP when a layer goes backward: of its inner product and of one factor (rehearsed)."""
 NORMED_QUERIES = ("qwen3", "qwen3_moe")
 """Model types whose layers normalise queries and keys; other types that do have not been rehearsed."""
+REDUCED_SHARE = 0.7
+"""Share of a recomputed layer that is left when a full bucket is reduced."""
+EAGER_GELU, EAGER_GELU_TENSORS = ("gpt2",), 5
+"""Model types whose activation transformers computes operator by operator (`gelu_new`), and the tensors as wide as the
+MLP that a layer keeps then: input, half of it, tanh, 1 + tanh, and the product (rehearsed for GPT-2)."""
 PIPELINE_BUFFERS = 2
 """Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
 """Under DeepSpeed, where the first stage keeps only its output and the last only its input."""
 ARRIVED = 2
 """Tensors that a stage holds when a gradient arrives: the gradient and its activation (counted on the demo)."""
-GRADIENTS_OF_ACTIVATIONS = 1.0
-"""Gradients of a layer in the backward pass relative to its activations; an allocator does not reuse their memory."""
+GRADIENTS_OF_ACTIVATIONS = {"eager": 1.0, "kernels": 0.25, "compiled": 0.25}
+"""Gradients of a layer in the backward pass relative to its activations, in published runs: one per operator, or fewer
+where operators are fused (BigScience: memory by micro-batch)."""
 LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
 """Their share in live bytes, where activations are freed as gradients come (counted on Hugging Face's Llama)."""
+INPUTS_ON_DEVICE = 2
+"""Layer inputs on the device if they are kept on the host: that of the layer in use, and the next one on its way."""
 FLASH_STATS_BYTES = 4.0
 """Bytes of the log-sum-exp per head and token."""
 
@@ -40,7 +53,15 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
     residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
     inner = inner_bytes(e, shape, fused=fused) / part.tp
     scale = e.element_bytes / 2
-    return tokens * (residual + inner) * scale + score_bytes(e, shape)
+    return tokens * (residual + inner) * scale + score_bytes(e, shape) + _adapted_expert_bytes(e, shape)
+
+
+def _adapted_expert_bytes(e: Execution, shape: LayerShape) -> float:
+    """Bytes of experts with their adapters added, which peft 0.21 makes for every pass (rehearsed for Mixtral)."""
+    if not e.drops_gradients or not e.lora_rank or e.lora_targets != "all" or not shape.experts:
+        return 0.0
+    matrices = 3 if shape.gated else 2
+    return e.element_bytes * shape.experts * matrices * shape.hidden * shape.expert_ffn / e.ep / e.tp
 
 
 def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
@@ -49,6 +70,8 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
     eager_rms = e.software.fusion == "eager" and shape.gated and not fused
     norm = (8.0 if e.element_bytes == 2 else 6.0) if eager_rms else 4.0
+    if eager_rms and e.drops_gradients and e.lora_rank:
+        norm -= 2.0  # of frozen weights there is no gradient, for which the normalised input is kept
     masks = 1.0 if e.software.dropout else 0.0
     return 2 * (norm + masks) * shape.hidden
 
@@ -59,17 +82,19 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     outputs = 2 if e.sp > 1 else 1  # the output of attention, and the same after the exchange
     attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
-    tensors = gated if shape.gated else 2
+    plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
+    tensors = gated if shape.gated else plain
     inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
     routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens sent to experts and back
     return attention + _normed_bytes(e, q + kv) + 2 * tensors * inner + routed
 
 
 def _normed_bytes(e: Execution, width: int) -> float:
-    """Bytes per token that the norms of queries and keys keep, as those of layers do (rehearsed for Qwen3 8B)."""
+    """Bytes per token that the norms of queries and keys keep: inputs in fp32 and normalised ones (rehearsed)."""
     if not e.drops_gradients or e.model.model_type not in NORMED_QUERIES:
         return 0.0
-    return (8.0 if e.element_bytes == 2 else 6.0) * width
+    normed = 0.0 if e.lora_rank else 2.0  # for the gradient of the norm's weights, which adapters leave frozen
+    return (4.0 if e.element_bytes == 2 else 2.0) * width + normed * width
 
 
 def score_bytes(e: Execution, shape: LayerShape) -> float:
@@ -94,10 +119,53 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
     buffers = each * inputs * in_flight if e.pp > 1 else 0.0
     kept = e.recompute.kept
+    if e.recompute.keeps_products:
+        return layers * (inputs + products_bytes(e)) * in_flight + buffers
+    if _inputs_on_host(e):
+        return min(layers * in_flight, INPUTS_ON_DEVICE) * inputs + buffers
     if kept == 1.0:
         return layers * mean_layer_bytes(e) * in_flight + buffers
     each_layer = inputs + kept * mean_layer_bytes(e, fused=True) if kept else inputs
     return layers * each_layer * in_flight + buffers
+
+
+def products_bytes(e: Execution) -> float:
+    """Bytes per layer of the outputs of matrix products and attention (`selective`); of the last one under ZeRO 3 only.
+
+    Rehearsed: queries, keys, values, the output of attention with its statistics, its projection, and the inputs of
+    the MLP's activation, which are kept in place of everything that element-wise operators make of them.
+    """
+    experts = e.model.moe_layers / e.model.layers
+    return sum(
+        share * _products(e, layer_shape(e.model, experts=mixed))
+        for share, mixed in ((1 - experts, False), (experts, True))
+        if share
+    )
+
+
+def _products(e: Execution, shape: LayerShape) -> float:
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
+    outputs = 2 * shape.experts_per_token * shape.hidden if shape.experts else 0  # of experts, before they are summed
+    sharded = 2 * (2 * q + 2 * kv + (2 if shape.gated else 1) * inner) + FLASH_STATS_BYTES * shape.heads
+    tensors = 2 if e.zero_stage == 3 and e.drops_gradients else 1  # DeepSpeed's own linear layer needs the last one
+    whole = 2 * tensors * shape.hidden / e.slice.residual_parts
+    return e.slice.tokens * (sharded / e.slice.tp + whole + outputs) * e.element_bytes / 2
+
+
+def _inputs_on_host(e: Execution) -> bool:
+    """Whether layer inputs leave the device; on a CPU host and device are the same memory."""
+    return e.recompute.inputs_on_host and e.cluster.device.backend != "cpu"
+
+
+def inputs_on_host_bytes(e: Execution, in_flight: float) -> float:
+    """Bytes per device of layer inputs in host memory."""
+    return e.layers_per_stage * layer_input_bytes(e) * in_flight if _inputs_on_host(e) else 0.0
+
+
+def kept_share(e: Execution) -> float:
+    """Share of a layer's activations that is not computed again in its backward pass."""
+    return products_bytes(e) / mean_layer_bytes(e) if e.recompute.keeps_products else e.recompute.kept
 
 
 def layer_input_bytes(e: Execution) -> float:
@@ -108,10 +176,34 @@ def layer_input_bytes(e: Execution) -> float:
 def live_bytes(e: Execution) -> float:
     """Further bytes for the layer in the backward pass: gradients, recomputed activations and output."""
     if not e.drops_gradients:
-        return (1 - e.recompute.kept + GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e)
-    again = 1 - e.recompute.kept
+        return (1 - kept_share(e) + GRADIENTS_OF_ACTIVATIONS[e.software.fusion]) * mean_layer_bytes(e)
+    again = 1 - kept_share(e)
     output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
     return (again + LIVE_GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e) + again * output
+
+
+def backward_bytes(e: Execution) -> float:
+    """Bytes beyond kept ones while a layer goes backward on an accelerator: recomputed tensors, and gradients."""
+    return _recomputed(e) + LIVE_INNER * _inner_gradient(e)
+
+
+def reduced_bytes(e: Execution) -> float:
+    """The same while a full bucket is reduced, which is later in a layer's backward pass (rehearsed)."""
+    return REDUCED_SHARE * _recomputed(e) + _inner_gradient(e)
+
+
+def _recomputed(e: Execution) -> float:
+    """Bytes of a recomputed layer and its output."""
+    again = 1 - e.recompute.kept
+    output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
+    return again * (mean_layer_bytes(e) + output)
+
+
+def _inner_gradient(e: Execution) -> float:
+    """Bytes of a gradient as wide as the MLP."""
+    model = e.model
+    inner = max(model.ffn, model.shared_ffn + model.experts_per_token * model.expert_ffn) / e.tp
+    return e.element_bytes * e.slice.tokens * max(inner, model.hidden)
 
 
 def logit_bytes(e: Execution) -> float:
@@ -143,6 +235,8 @@ def _block_loss_bytes(e: Execution) -> float:
     chunk = min(tokens, SUM_ELEMENTS // hidden)  # longer sequences take two passes
     block = min(max(BLOCK_ELEMENTS, LEAST_COLUMNS * chunk), chunk * e.model.vocab / e.tp)
     copy = width if width < 4 else 0  # a block's gradient is rounded to the precision of the run
+    if chunk == tokens and block < tokens * e.model.vocab / e.tp:
+        copy *= 2  # that of the block before is still there
     work = max((4 + copy) * block, width * (block + chunk * hidden))
     return 4 * chunk * hidden + work + (width * tokens * hidden if chunk < tokens else 0.0)
 

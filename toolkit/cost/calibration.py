@@ -20,32 +20,34 @@ from toolkit.units import GB, GIB, KIB, MIB, TERA
 class Calibration:
     """How far real training falls short of the best rates of the hardware."""
 
-    matmul: float = 0.929
+    matmul: float = 0.942
     """Step. Share of a device's best measured matmul rate that a layer's large matmuls reach in training."""
-    attention: float = 0.796
+    attention: float = 0.821
     """Step. Share of the published attention-kernel rates that is reached in training."""
-    stream: float = 0.656
+    attention_tokens: float = 1330.0
+    """Step. Length of a sequence at which causal attention reaches half of its rate on long ones."""
+    stream: float = 0.616
     """Step. Share of the memory bandwidth that element-wise operators reach."""
-    launch_seconds: float = 3.24e-05
+    launch_seconds: float = 3.31e-05
     """Step. Host time per operator (Python, autograd and launch); it matters where operators are small."""
-    kernel_seconds: float = 3.45e-06
+    kernel_seconds: float = 1.47e-06
     """Step. Time that the device needs to start a kernel, even if the host is ahead."""
-    tp_exposed: float = 0.692
+    tp_exposed: float = 0.717
     """Step. Share of tensor-parallel traffic that stays exposed when it is sliced and overlapped with its matmul,
     besides the first slice (1 / tp)."""
-    interference: float = 0.911
+    interference: float = 0.935
     """Step. Share of overlapped traffic that slows compute down: both use memory and multiprocessors."""
-    network_interference: float = 0.378
+    network_interference: float = 0.384
     """Step. The same for traffic between nodes, which moves at a fraction of the memory bandwidth."""
-    pipeline_waits: float = 1.74
+    pipeline_waits: float = 1.7
     """Step. Times that a stage waits for a transfer that does not overlap: sending, and in part receiving."""
-    zero_host_seconds: float = 0.000224
+    zero_host_seconds: float = 0.000208
     """Step. Host time of DeepSpeed's ZeRO 3 per tensor that is gathered or reduced (hooks, coalescing, release)."""
-    fixed_seconds: float = 0.00983
+    fixed_seconds: float = 0.00522
     """Step. Data loading, logging and synchronisation per step."""
-    power: float = 0.328
+    power: float = 0.326
     """Step. Exponent by which the sustained rate falls with watts per FLOP below an H100 (700 W, 989 TFLOP/s)."""
-    misaligned: float = 0.613
+    misaligned: float = 0.603
     """Step. Relative rate of a matmul with a side that is not a multiple of 64 (BigScience: 14400 and 14336)."""
     intra: float = 0.76
     """NCCL. Share of the link bandwidth inside a node that a large collective reaches."""

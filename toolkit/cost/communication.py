@@ -69,7 +69,10 @@ def expert_seconds(e: Execution, cal: Calibration) -> float:
     shared = e.expert_tp or e.tp
     where = group(e.cluster, e.ep, shared)
     size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden * shared / e.tp
+    size *= e.slice.expert_load
     once = copies_per_token(e.model.experts_per_token, where) if e.software.dispatch_once else 1.0
+    if e.software.dispatch_once:
+        once *= cal.inter / DISPATCH_SHARE
     one = all_to_all(size, where, e.cluster, cal, outside_share=once)
     return 2 * (2 + e.recompute.traffic) * one * (cal.tp_exposed if e.software.ep_overlap else 1.0)
 
@@ -87,7 +90,7 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
     params = (e.mean_layer_params - expert_params(e) * (1 - 1 / e.ep) / e.model.layers) / e.tp
-    messages = e.software.zero_messages
+    messages = e.software.zero_messages + expert_tensors(e)
     everyone, shard = _groups(e)
     wide = everyone if e.zero_variant == "hpz" else shard
     weights = e.element_bytes * e.weight_wire * (0.5 if e.software.fp8_gather else 1.0) * params
@@ -100,6 +103,17 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
         return first + back
     edges = (first + back) / e.model.layers  # the first gather and the last reduction have nothing to overlap with
     return exposed(forward, first, cal, wide) + exposed(backward, back, cal, wide) + edges
+
+
+EXPERT_TENSORS = 3
+"""Matrices of an expert, each fetched by itself where experts are modules of their own."""
+
+
+def expert_tensors(e: Execution) -> int:
+    """Tensors of experts that ZeRO 3 fetches one by one per layer, because they run one after the other."""
+    if not e.software.expert_loop or not e.software.zero_copies or not e.model.experts:
+        return 0
+    return round(EXPERT_TENSORS * e.model.experts / e.ep * e.model.moe_layers / e.model.layers)
 
 
 def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
@@ -249,6 +263,8 @@ def _replica_bytes(e: Execution) -> float:
     return rounds * grads + (weights * e.trained_share if e.zero_stage else 0.0)
 
 
+DISPATCH_SHARE = 0.95
+"""Share of the network bandwidth that DeepEP's exchanges reach: 43 to 58 GB/s with 50 GB/s per device (its README)."""
 COPIED = 2.0
 """Bytes read and written per byte that DeepSpeed's ZeRO 3 copies from a flat buffer, or into one."""
 IN_SWITCH_GAIN = 1.3

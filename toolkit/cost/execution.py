@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
@@ -30,13 +31,21 @@ class Recompute:
     """Share of the first matmul of the MLP alone."""
     kept: float = 1.0
     """Share of a layer's activations that is kept for the backward pass, in addition to its input."""
+    keeps_products: bool = False
+    """Whether the outputs of matrix products and attention are kept, instead of a share of everything."""
+    inputs_on_host: bool = False
+    """Whether layer inputs are kept in host memory instead of on the device."""
 
 
 RECOMPUTE = {
     "none": Recompute(),
     "full": Recompute(1, 1, 1, 1, kept=0.0),
-    "selective": Recompute(attention=1, kept=1.0),
+    "selective": Recompute(stream=1, keeps_products=True),
+    "offload": Recompute(1, 1, 1, 1, kept=0.0, inputs_on_host=True),
 }
+"""Values of a plan's `recompute`."""
+CORE_ATTENTION = Recompute(attention=1, kept=1.0)
+"""Megatron's selective recompute: the scores of attention only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,8 @@ class Execution:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty: as even as possible."""
     chunks: int = 1
     """Interleaved model chunks of one pipeline stage."""
     bubble_share: float = 1.0
@@ -63,6 +74,8 @@ class Execution:
     ep: int = 1
     expert_tp: int = 0
     """Ranks that share the matrices of an expert; 0: as many as `tp`."""
+    expert_load: float = 1.0
+    """Tokens of the busiest expert-parallel rank relative to the mean."""
     zero_stage: int = 0
     zero_group: int = 1
     zero_variant: str = "mics"
@@ -121,7 +134,8 @@ class Execution:
             residual_parts=self.tp if self.residual_shards else 1, ep=self.ep, fp8=self.fp8,
             element_bytes=self.element_bytes, frozen=self.lora_rank > 0, quantized=self.quantized_base,
             adapters={"qv": 2, "attention": 4}.get(self.lora_targets, 7) if self.lora_rank else 0,
-            expert_tp=self.expert_tp, emulated=self.emulated,
+            expert_tp=self.expert_tp, emulated=self.emulated, document_share=self.software.document_share,
+            expert_load=self.expert_load if self.ep > 1 else 1.0,
         )  # fmt: skip
 
     @property
@@ -151,7 +165,7 @@ class Execution:
     @property
     def layers_per_stage(self) -> int:
         """Layers of the longest pipeline stage."""
-        return -(-self.model.layers // self.pp)
+        return max(self.stage_layers, default=-(-self.model.layers // self.pp))
 
 
 QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -191,7 +205,7 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
 def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
     """Parameters of adapters, by default on every linear layer except the head: rank × (inputs + outputs) each.
 
-    Routed experts get none: in transformers they are tensors over all experts, not linear layers.
+    In transformers routed experts are two tensors over all of them; peft 0.21 gives each expert its own adapters.
     """
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     if targets == "qv":
@@ -202,7 +216,8 @@ def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
     matrices = 3 if model.gated_mlp else 2
     dense = (model.layers - model.moe_layers) * (model.hidden + model.ffn)
     shared = model.moe_layers * (model.hidden + model.shared_ffn) if model.shared_ffn else 0
-    return rank * (attention + matrices * (dense + shared))
+    routed = model.moe_layers * model.experts * (2 * model.hidden + matrices * model.expert_ffn)
+    return rank * (attention + matrices * (dense + shared) + routed)
 
 
 def of_plan(plan: Plan, job: Job) -> Execution:
@@ -210,11 +225,18 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     work = job.workload
     reduces_early = plan.zero_stage > 0 and plan.pp == 1 and not accumulates_apart(plan)
     overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
-    software = _deepspeed(flash=work.flash_attention, overlap=overlap)
+    compiled = work.compiled and job.cluster.device.backend != "cpu"  # no gain was measured on CPUs
+    software = _deepspeed(
+        flash=2 if work.flash_attention else 0,
+        dp_overlap=overlap,
+        fusion="compiled" if compiled else "eager",
+        composed_glu=job.model.model_type == "gpt_oss",
+    )
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
-        ep=plan.ep, zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
+        ep=plan.ep, stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
+        zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.sp if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
         grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
@@ -243,6 +265,6 @@ def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:
     return (2.0 if sent else 1.0) / (2.0 if own else 1.0)
 
 
-@lru_cache(maxsize=8)
-def _deepspeed(*, flash: bool, overlap: bool) -> Software:
-    return replace(DEEPSPEED_HF, flash=2 if flash else 0, dp_overlap=overlap)
+@lru_cache(maxsize=32)
+def _deepspeed(*, flash: int, dp_overlap: bool, fusion: str, composed_glu: bool) -> Software:
+    return replace(DEEPSPEED_HF, flash=flash, dp_overlap=dp_overlap, fusion=fusion, composed_glu=composed_glu)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from toolkit.cost.activations import (
     ARRIVED,
+    HEAD_LIVE,
     LAST_NORM_KEPT,
     LAST_NORM_LIVE,
+    NORM_LIVE,
+    backward_bytes,
     head_gradient_bytes,
     kept_bytes,
     last_norm_bytes,
@@ -13,11 +18,12 @@ from toolkit.cost.activations import (
     live_bytes,
     logit_bytes,
     loss_in_blocks,
+    reduced_bytes,
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, of_plan, quantized_width
-from toolkit.cost.optimizer_step import MOMENTS, state_shards
+from toolkit.cost.optimizer_step import grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
 from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
 from toolkit.plans.plan import Job, Plan
@@ -26,6 +32,9 @@ BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default `reduce_bucket_size`, as in published figures; the toolkit uses smaller buckets."""
 LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
+HELD = 9.3
+"""Tensors as wide as the model, of the first layer's norms, that a recomputed layer still holds after the backward pass
+where tensor ranks sum partial gradients (rehearsed)."""
 IN_USE_LAYERS = 1.5
 """Further layers that ZeRO 3 has gathered: the one in use, and on average half of the next."""
 
@@ -36,38 +45,175 @@ def memory(plan: Plan, job: Job) -> Memory:
 
 
 def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
-    """Memory of the first or the last pipeline stage, whichever needs more; the stages between need less."""
-    stages = [_stage(e, 0, cal)] if e.pp == 1 else [_stage(e, 0, cal), _stage(e, e.pp - 1, cal)]
-    return max(stages, key=lambda stage: stage.total)
+    """Memory of the fullest pipeline stage: the first or the last, unless the plan cuts them itself."""
+    inner: dict[tuple[int, float], int] = {}  # of alike stages the first has the most micro-batches in flight
+    for index in range(1, e.pp - 1) if e.stage_layers else ():
+        inner.setdefault((e.stage_layers[index], _stage_params(e, index)), index)
+    indices = sorted({0, e.pp - 1, *inner.values()})
+    return max((_stage(e, index, cal) for index in indices), key=lambda stage: stage.total)
 
 
 def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     """Memory of one pipeline stage."""
     params = _stage_params(e, index)
-    layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
-    logits = logit_bytes(e) if index == e.pp - 1 else 0.0  # freed before layers go backward
     parts = {
         "params": _param_bytes(e, params),
-        "grads": _grad_bytes(e, params),
-        "optimizer": 0.0 if e.offload != "none" else _state_bytes(e, params) / state_shards(e),
+        "grads": grad_bytes(e, params),
+        "optimizer": 0.0 if e.offload != "none" else state_bytes(e, params) / state_shards(e),
         "activations": 0.0,
-        "logits": logits,
+        "logits": logit_bytes(e) if index == e.pp - 1 else 0.0,  # freed before layers go backward
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),
     }
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += exchange_bytes(e, params)
-    kept = kept_bytes(e, layers, _in_flight(e, index))
-    parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
-    if _without_buckets(e, parts):
-        parts["buffers"] = 0.0
-    _count_update(e, params, parts)
+    kept = kept_bytes(e, _layers(e, index), _in_flight(e, index))
+    if e.drops_gradients and e.cluster.device.backend != "cpu":
+        peak: Moment = max(step_moments(e, index, params, kept, parts), key=_total)
+        parts |= peak
+    else:
+        parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
+        parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
-    parts["host"] = host_bytes(e, params, _state_bytes(e, params) / state_shards(e))
+    parts["host"] = host_bytes(e, params, state_bytes(e, params) / state_shards(e))
     start = start_bytes(e, params, _buffers(e, params))
     parts["start"], parts["host_start"] = start.device + _overhead(e, start.device, cal), start.host
     return Memory(**{name: int(size) for name, size in parts.items()})
+
+
+Moment = dict[str, float]
+"""Bytes of the parts that come and go in a step, at one moment of it."""
+
+
+def step_moments(e: Execution, index: int, params: float, kept: float, parts: Mapping[str, float]) -> Iterator[Moment]:
+    """Moments of a step of the toolkit on an accelerator, one of which is the peak; each was one in a rehearsal.
+
+    `kept`: what layers keep for their backward pass. `parts`: gradients and buckets of a complete step.
+    """
+    step = _Step(e, index, params, kept, parts["grads"], parts["buffers"])
+    if index == e.pp - 1:
+        yield from step.head()
+    yield from step.layers()
+    yield from step.ends()
+
+
+def _total(moment: Moment) -> float:
+    return sum(moment.values())
+
+
+class _Step:
+    """A step of one pipeline stage."""
+
+    def __init__(self, e: Execution, index: int, params: float, kept: float, grads: float, buckets: float) -> None:
+        self.e, self.index, self.kept, self.buckets = e, index, kept, buckets
+        self.trained = params * e.trained_share
+        self.shard = self.trained / state_shards(e)
+        self.grads = grads
+        stand = (e.zero_stage == 3 and e.pp == 1) or e.accumulates_apart or e.grad_accum > 1
+        self.early_grads = grads if stand else 0.0  # one micro-batch: they grow as activations are freed
+        self.hidden = layer_input_bytes(e)
+        self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.pp - 1 else 0.0
+        self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * LIVE_ELEMENTS)
+        self.tied = e.model.tied_embeddings and e.pp == 1
+
+    def _moment(
+        self, activations: float, logits: float = 0.0, buffers: float = 0.0, *, gathered: float | None = None,
+        grads: float | None = None,
+    ) -> Moment:  # fmt: skip
+        return {
+            "activations": activations,
+            "logits": logits,
+            "buffers": buffers,
+            "gathered": _gathered_now(self.e) if gathered is None else gathered,
+            "grads": self.early_grads if grads is None else grads,
+        }
+
+    def head(self) -> Iterator[Moment]:
+        """The loss, the arrival of the head's gradient, where ZeRO 1 and 2 make their buckets, and the final norm."""
+        e, at_head = self.e, self.ahead
+        late = e.zero_stage in (1, 2) and e.pp == 1
+        yield self._moment(
+            self.kept + HEAD_LIVE * self.hidden, logit_bytes(e), 0.0 if late else self.buckets, gathered=at_head
+        )
+        if self.head_grad and not self.tied:
+            yield self._moment(
+                self.kept + (HEAD_LIVE - 1) * self.hidden,
+                self.head_grad + self.hidden,
+                self.buckets + self._copied(e.model.vocab * e.model.hidden / e.tp),
+                gathered=at_head,
+            )
+        if e.pp == 1:  # the last stage of a pipeline has freed the gradients of the logits by then
+            live = self.kept + NORM_LIVE * self.hidden
+            yield self._moment(live, self.head_grad + self.hidden, self.buckets, gathered=at_head)
+
+    def _copied(self, elements: float) -> float:
+        """Bytes of copies of a gradient when it arrives: summed in fp32, or kept from being overwritten for offload."""
+        if self.e.accumulates_apart:
+            return 4.0 * elements
+        offloads = self.e.offload != "none" and self.e.zero_stage in (1, 2) and elements > _own_bucket(self.e)
+        return self.e.element_bytes * elements if offloads else 0.0
+
+    def layers(self) -> Iterator[Moment]:
+        """The last layer's backward pass, and the first full bucket, which is copied for its reduction."""
+        e, live = self.e, backward_bytes(self.e)
+        arrived = ARRIVED * self.hidden if self.index < e.pp - 1 else 0.0
+        waiting = self.head_grad if self.tied else 0.0  # a tied table waits for its other gradient
+        copied = self._copied(e.model.hidden * e.model.ffn / e.tp)
+        whole = _expert_gradients(e)
+        yield self._moment(self.kept + arrived + live, waiting, self.buckets + copied, grads=self.early_grads + whole)
+        first, grads = _gathered_now(e, first_layer=True), self.grads + whole
+        yield self._moment(live + arrived, waiting, self.buckets + copied, grads=grads, gathered=first)
+        if e.zero_stage and self.buckets and self.trained:
+            done = min(1.0, _own_bucket(e) / self.trained)
+            width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
+            flat = width * min(_own_bucket(e), self.trained)
+            flat *= 1 + 2 / state_shards(e) if e.zero_stage == 3 else 1.0  # and a shard of it in fp32
+            live = self.kept * (1 - done) + arrived + reduced_bytes(e)
+            yield self._moment(live, waiting, self.buckets + flat, gathered=self.ahead)
+
+    def ends(self) -> Iterator[Moment]:
+        """The gradient of the embedding, and the update."""
+        e = self.e
+        table = e.element_bytes * e.model.vocab * e.model.hidden / e.tp if not e.lora_rank else 0.0
+        largest = largest_tensor(e)
+        held = HELD * self.hidden if e.tp > 1 and e.recompute.kept < 1 else 0.0
+        copies = self._copied(e.model.vocab * e.model.hidden / e.tp)
+        if self.index == 0 and self.tied:
+            both = self.grads + table
+            yield self._moment(table, self.head_grad, self.buckets, grads=both, gathered=self.ahead)
+        if self.index == 0:
+            flying = _in_flight(e, 0)
+            waiting = self.kept * (flying - 1) / flying  # of the other micro-batches
+            buffers = self.buckets + copies
+            yield self._moment(waiting + table + held, 0.0, buffers, grads=self.grads, gathered=self.ahead)
+        if e.offload != "none" and e.zero_stage in (1, 2):  # the norm of a gradient is taken in float64 as it arrives
+            need = self.buckets + copies + 8 * min(self.shard, largest)
+        elif e.zero_stage in (1, 2) and e.pp == 1 and not e.accumulates_apart and e.element_bytes == 2:
+            need = max(4 * self.shard, 8 * min(self.shard, largest))
+        else:
+            need = self._update()
+        yield self._moment(0.0, 0.0, need + held, grads=self.grads, gathered=self.ahead)
+
+    def _update(self) -> float:
+        """Bytes that the update takes: gradients in fp32, or a copy in 16 bits that is sent."""
+        e = self.e
+        if e.offload != "none" or not e.master_weights:
+            return self.buckets
+        if e.accumulates_apart:
+            return e.element_bytes * self.trained
+        need = 4.0 * _updated_at_once(e, self.shard) if e.element_bytes == 2 else 0.0
+        flat = e.element_bytes * min(e.bucket_elements or BUCKET_ELEMENTS, self.trained)  # before, for the reduction
+        return max(need, flat) if e.zero_stage == 0 else need + self.buckets
+
+
+def _layers(e: Execution, index: int) -> int:
+    """Layers of a stage."""
+    if e.stage_layers:
+        return e.stage_layers[index]
+    rest = e.model.layers - e.layers_per_stage * (e.pp - 1)
+    last = rest if rest > 0 else max(1, e.model.layers // e.pp)
+    return e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else last
 
 
 def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> tuple[float, float]:
@@ -81,8 +227,6 @@ def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> 
     at_head, at_norm = logits, 0.0
     if e.drops_gradients and logits:  # the toolkit's own runs: the final norm is between logits and layers
         at_head, at_norm = _tails(e)
-        if _makes_buckets_late(e) and not _without_buckets(e, parts):
-            at_head = 0.0
     tail = max(at_head, at_norm)
     if e.drops_gradients and loss_in_blocks(e) and logits and e.pp == 1 and (at_head < tail or tail < live):
         logits = head_gradient_bytes(e) if tail > live else 0.0
@@ -103,26 +247,10 @@ def _tails(e: Execution) -> tuple[float, float]:
     return logit_bytes(e) + last_norm_bytes(e, LAST_NORM_KEPT), at_norm if e.pp == 1 else 0.0
 
 
-def _makes_buckets_late(e: Execution) -> bool:
-    """Whether buckets are made when the first gradient arrives: the head's, so the loss has none yet (rehearsed)."""
-    return e.drops_gradients and e.zero_stage in (1, 2) and e.cluster.device.backend != "cpu" and e.pp == 1
-
-
-def _without_buckets(e: Execution, parts: dict[str, float]) -> bool:
-    """Whether the peak is in the loss, before there are buckets."""
-    at_head, at_norm = _tails(e)
-    return _makes_buckets_late(e) and at_head > max(at_norm, live_bytes(e)) + parts["buffers"]
-
-
-def _last_layers(e: Execution) -> int:
-    rest = e.model.layers - e.layers_per_stage * (e.pp - 1)
-    return rest if rest > 0 else max(1, e.model.layers // e.pp)
-
-
 def _stage_params(e: Execution, index: int) -> float:
     """Parameters of a stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
     model = e.model
-    layers = e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else _last_layers(e)
+    layers = _layers(e, index)
     total = layers * e.mean_layer_params
     if index == 0:
         total += model.embedding_params
@@ -143,6 +271,12 @@ def _routed_params(e: Execution) -> int:
     return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
+def _expert_gradients(e: Execution) -> float:
+    """Bytes of gradients of a layer's experts, which are one tensor per matrix: too large for a bucket, they wait."""
+    routed = _routed_params(e) / e.ep / e.tp
+    return e.element_bytes * routed if e.zero_stage and not e.lora_rank and routed / 3 > _own_bucket(e) else 0.0
+
+
 def _param_bytes(e: Execution, params: float) -> float:
     """Bytes of the weights in the training precision; hpZ keeps a second copy inside its group."""
     second = e.element_bytes * params / e.zero_group if _has_second_copy(e, params) else 0.0
@@ -150,33 +284,15 @@ def _param_bytes(e: Execution, params: float) -> float:
         return second
     if e.quantized_base:
         return params * quantized_width(e) + e.element_bytes * params * e.trained_share
+    adapters = 1 + e.trained_share if e.lora_rank else 1.0
     if e.zero_stage < 3 or e.pp > 1:  # in a pipeline, gathered parameters stay for the step
-        return e.element_bytes * params
-    return e.element_bytes * params / state_shards(e) + second
+        return e.element_bytes * params * adapters
+    return e.element_bytes * params * adapters / state_shards(e) + second
 
 
 def _has_second_copy(e: Execution, params: float) -> bool:
     """Whether hpZ makes its second copy: only when a parameter is first released, so not while all stay gathered."""
     return e.zero_stage == 3 and e.zero_variant == "hpz" and params > LIVE_ELEMENTS
-
-
-def _grad_bytes(e: Execution, params: float) -> float:
-    """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
-    trained = params * e.trained_share
-    width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
-    if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
-        return width * trained
-    if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):
-        width = 4  # shards are summed in fp32; ZeRO 3 keeps a buffer for them between steps, too
-    return 0.0 if e.offload != "none" else width * trained / state_shards(e)
-
-
-def _state_bytes(e: Execution, params: float) -> float:
-    """Bytes of fp32 master weights and moments before sharding; fp32 training without ZeRO needs no second copy."""
-    if not e.master_weights:
-        return e.element_bytes * MOMENTS[e.optimizer] * params * e.trained_share
-    master = 0 if e.element_bytes == 4 and e.zero_stage == 0 else 4
-    return (master + 4 * MOMENTS[e.optimizer]) * params * e.trained_share
 
 
 def _in_flight(e: Execution, index: int) -> float:
@@ -201,9 +317,27 @@ def _gathered(e: Execution) -> float:
     if not e.drops_gradients:
         return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
     kept = min(LIVE_ELEMENTS, e.model_params / e.tp)
-    if e.cluster.device.backend != "cpu" and logit_bytes(e) > live_bytes(e):  # at the peak the head is in use
-        return e.element_bytes * max(kept, table)
     return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
+
+
+def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
+    """Bytes of gathered weights on an accelerator: in the head and the last layer, or in the first layer.
+
+    DeepSpeed gathers ahead up to its limit, and then what the layer in use needs. Near the first layer these add up:
+    what it has kept there is used again soon, in the next forward pass. A tied table stays for its second gradient.
+    """
+    if e.quantized_base:
+        return _gathered(e)
+    if e.zero_stage < 3 or e.replicas == 1:
+        return 0.0
+    total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
+    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    more = layer + _own_bucket(e) / 4 if first_layer else 0.0  # and the bucket of the next ones
+    if not first_layer and (e.lora_rank or (e.model.tied_embeddings and e.recompute.kept < 1)):
+        more = table  # of a frozen head, DeepSpeed notices the end late
+    if layer > LIVE_ELEMENTS:  # nothing is gathered ahead
+        return e.element_bytes * min(total, layer + min(more, _own_bucket(e)))
+    return e.element_bytes * min(total, max(LIVE_ELEMENTS + more, table))
 
 
 def _buffers(e: Execution, params: float) -> float:
@@ -219,21 +353,6 @@ def _buffers(e: Execution, params: float) -> float:
 
 def _own_bucket(e: Execution) -> float:
     return bucket_elements(e.model_params * e.trained_share, e.tp * e.pp, e.bucket_elements)
-
-
-def _count_update(e: Execution, params: float, parts: dict[str, float]) -> None:
-    """Let the update own the peak if it needs more than the passes: activations and buckets have been freed then.
-
-    ZeRO 1 and 2 in 16 bits copy the gradients of a shard, and before that each tensor's in float64, for its norm.
-    """
-    stage = e.zero_stage in (1, 2) and e.pp == 1 and e.drops_gradients and not e.accumulates_apart
-    if not stage or e.cluster.device.backend == "cpu" or e.element_bytes == 4 or e.offload != "none":
-        parts["buffers"] += _step_peak(e, params, parts)
-        return
-    shard = params * e.trained_share / state_shards(e)
-    need = max(4 * shard, 8 * min(shard, e.model.hidden * max(e.model.vocab, e.model.ffn) / e.tp))
-    if need > parts["activations"] + parts["logits"] + parts["buffers"]:
-        parts |= {"activations": 0.0, "logits": 0.0, "buffers": need}
 
 
 def _step_peak(e: Execution, params: float, parts: dict[str, float]) -> float:

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from toolkit.clusters.devices import Device
 from toolkit.cost.calibration import Calibration
-from toolkit.cost.software import Software
+from toolkit.cost.software import (
+    ROPE,
+    Software,
+    activation_bytes,
+    head_stream_bytes,
+    residual_stream_bytes,
+    softmax_bytes,
+)
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.94), (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6))
 """Output tiles of the matmul library (CUTLASS' profiler, A100): rows, columns, rate relative to the largest tiles."""
@@ -24,24 +31,23 @@ PROLOGUE = 64
 UNALIGNED = 0.45
 """Relative rate of a matmul whose rows are not 16-byte aligned: GPT-2 gains 25% when its table of 50,257 rows is padded
 to 50,304 (nanoGPT)."""
-TENSOR_SHARE = 0.9
-"""Share of the tensor cores' peak in the matmuls of an attention kernel."""
-EXPONENTIALS = {1: 5.4e12, 2: 5.4e12, 3: 2.0e13}
-"""Attention FLOPs per second of one multiprocessor whose exponentials take as long as their matmuls, by generation of
-the kernel. With `TENSOR_SHARE` it gives the rates published for long causal sequences, forward and backward:
-FlashAttention 2 on A100 (190 of 312 TFLOP/s) and H100 (335 of 989, arXiv 2307.08691), 3 and cuDNN on H100 (530 to 660,
-arXiv 2407.08608)."""
+TENSOR_SHARE = {1: 0.68, 2: 0.68, 3: 0.9, 4: 0.9}
+"""Share of the tensor cores' peak in the matmuls of an attention kernel, by its generation."""
+EXPONENTIALS = {1: 1.68e13, 2: 1.68e13, 3: 2.0e13, 4: 4.0e13}
+"""Attention FLOPs per second of one multiprocessor whose exponentials take as long as their matmuls, with heads of
+`WIDE_HEAD`. With `TENSOR_SHARE` it gives the rates published for long causal sequences, forward and backward:
+FlashAttention 2 on A100 (190 of 312 TFLOP/s, 172 with heads of 64) and H100 (335 of 989, arXiv 2307.08691), 3 and cuDNN
+on H100 (530 to 660, arXiv 2407.08608), 4 and cuDNN on B200 (1,400 to 1,600; some exponentials are multiplications)."""
+WIDE_HEAD = 128
 FIRST_KERNEL = 0.7
 """FlashAttention 1 relative to 2 (arXiv 2307.08691)."""
 DEQUANTISED = 4.0
 """Bytes per 4-bit weight that is made 16-bit for a matmul: read 0.5, write 2, and its scales in two steps."""
-AMPERE_ON_HOPPER = 0.62
+AMPERE_ON_HOPPER = 0.56
 """Tensor-core rate of FlashAttention 1 and 2 on Hopper: they do not use its asynchronous matmuls (ibid.)."""
 CPU_ATTENTION = 0.6  # relative to the peak
 OLD_KERNEL = 0.6
 """torch's memory-efficient kernel on V100 and T4, where FlashAttention does not run, relative to FlashAttention 1."""
-FLASH_HALF_SEQ = 800.0
-"""Sequence length at which causal attention reaches half of its long-sequence rate (ibid., figures 4-6)."""
 HOPPER_FLOPS = 4e12
 """Peak per multiprocessor above which a device is of Hopper's generation or later."""
 H100_WATTS_PER_FLOP = 700 / 989e12
@@ -49,6 +55,8 @@ H100_WATTS_PER_FLOP = 700 / 989e12
 CAPPED = 0.6
 """Exponent by which the sustained rate of one kind falls with its power limit: between a cube root (voltage follows
 the clock) and proportional (only the clock falls)."""
+SUSTAINED = 0.832
+"""Largest share of a data sheet's peak that a layer's matmuls reach in training, however good single ones are."""
 FP32_SHARE = 1 / 16
 """Rate of fp32 without TF32 relative to bf16 (A100: 19.5 of 312, H100: 67 of 989)."""
 
@@ -97,6 +105,10 @@ class Slice:
     """Tokens that attention sees in a layer with a sliding window; 0: the full sequence."""
     expert_tp: int = 0
     """Ranks that share the matrices of an expert; 0: as many as `tp`."""
+    document_share: float = 1.0
+    """Length of packed documents, which attention keeps apart, relative to the sequence."""
+    expert_load: float = 1.0
+    """Tokens of the busiest expert-parallel rank relative to the mean."""
 
     @property
     def tokens(self) -> float:
@@ -169,7 +181,10 @@ def matmul_rate(device: Device, part: Rates | Slice, cal: Calibration) -> float:
     rate = device.fp8_matmul_flops if part.fp8 and device.fp8_matmul_flops else device.matmul_flops
     if (part.element_bytes == 4 or part.emulated) and device.backend != "cpu":
         rate *= FP32_SHARE
-    return rate * cal.matmul * power_share(device, cal)
+    share = (
+        cal.matmul if device.backend == "cpu" else min(cal.matmul, SUSTAINED * device.peak_flops / device.matmul_flops)
+    )
+    return rate * share * power_share(device, cal)
 
 
 @lru_cache(maxsize=256)
@@ -238,7 +253,7 @@ def _mlp(shape: LayerShape, part: Slice, device: Device, cal: Calibration) -> li
     if shape.experts:
         local = shape.experts / part.ep
         shared = part.expert_tp or part.tp
-        tokens = part.tokens * shape.experts_per_token / local * shared / part.tp
+        tokens = part.tokens * part.expert_load * shape.experts_per_token / local * shared / part.tp
         pair = _mlp_pair(tokens, shape.expert_ffn, shape, replace(part, tp=shared), device, cal)
         costs += [(local * forward, local * backward) for forward, backward in pair]
     return costs
@@ -256,19 +271,21 @@ def _mlp_pair(
 def _flash(shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration) -> tuple[float, float]:
     """Seconds of causal attention without stored scores: half of the square, and 2.5 times as much backward."""
     flops = 4.0 * part.tokens * seen_tokens(part) * shape.heads * shape.head_dim / part.tp
-    rate = _kernel_flops(device, software.flash) * cal.attention * power_share(device, cal)
-    rate *= part.seq_len / (part.seq_len + FLASH_HALF_SEQ)
+    rate = _kernel_flops(device, software.flash, shape.head_dim) * cal.attention * power_share(device, cal)
+    rate *= attended(part) / (attended(part) + cal.attention_tokens)
     return flops / rate, 2.5 * flops / rate
 
 
-def _kernel_flops(device: Device, generation: int) -> float:
-    """FLOPs per second of an attention kernel on long sequences: its matmuls, then the exponentials between them."""
+def _kernel_flops(device: Device, generation: int, head_dim: int) -> float:
+    """FLOPs per second of an attention kernel on long sequences: its matmuls, then the exponentials between them.
+
+    One exponential serves 4 FLOPs per value of a head, so narrow heads wait for more of them."""
     if device.backend == "cpu":
         return CPU_ATTENTION * device.peak_flops
-    matmuls = device.peak_flops * TENSOR_SHARE
+    matmuls = device.peak_flops * TENSOR_SHARE[generation]
     if generation < 3 and device.peak_flops / device.multiprocessors > HOPPER_FLOPS:
         matmuls *= AMPERE_ON_HOPPER
-    exponentials = device.multiprocessors * EXPONENTIALS[generation]
+    exponentials = device.multiprocessors * EXPONENTIALS[generation] * min(head_dim, WIDE_HEAD) / WIDE_HEAD
     rate = 1 / (1 / matmuls + 1 / exponentials)
     slow = 1.0 if device.flash_attention else OLD_KERNEL
     return rate * slow * (FIRST_KERNEL if generation == 1 else 1.0)
@@ -276,9 +293,15 @@ def _kernel_flops(device: Device, generation: int) -> float:
 
 def seen_tokens(part: Slice) -> float:
     """Tokens that a query attends to on average: half of the sequence, or its window."""
-    if not part.window or part.window >= part.seq_len:
-        return part.seq_len / 2
-    return part.window * (1 - part.window / (2 * part.seq_len))
+    length = attended(part)
+    if not part.window or part.window >= length:
+        return length / 2
+    return part.window * (1 - part.window / (2 * length))
+
+
+def attended(part: Slice) -> float:
+    """Tokens of the sequence, or of a packed document, that attention stays inside."""
+    return part.seq_len * part.document_share
 
 
 def _scores(
@@ -298,86 +321,50 @@ def _stream_rate(device: Device, cal: Calibration) -> float:
     return device.memory_bytes_per_second * cal.stream
 
 
-NORM_FUSED = (4.0, 10.0)
-"""Bytes per element of a fused norm: read and write; backward three tensors, then two for the weight gradient."""
-NORM_RMS_EAGER = (34.0, 50.0)
-"""Bytes per element of eager RMSNorm: to fp32 (2+4), square (4+4), mean (4), scale (4+4), to 16 bits (4+2), weight
-(2+2), and the same chain backward."""
-RESIDUAL = {"eager": (6.0, 6.0), "kernels": (6.0, 6.0), "compiled": (4.0, 4.0)}
-"""Bytes per element of a residual sum: two reads and a write; compiled code fuses it with the norm."""
-RESIDUAL_DROPOUT = (7.0, 9.0)
-"""Bytes per element with bias, dropout and its 1-byte mask in one kernel (Megatron)."""
-ROPE = {"eager": 18.0, "kernels": 4.0, "compiled": 4.0}
-"""Bytes per element of rotary embedding, in each pass: rotate_half (2+2), two products (8), sum (4+2); fused: read
-and write."""
-PLAIN_ACTIVATION = (4.0, 6.0)
-COMPOSED_GELU = (34.0, 52.0)
-"""Bytes per element of GPT-2's GELU as transformers writes it: power, two products, sum, tanh, sum, two products."""
 ADAPTER = (14.0, 24.0)
 """Bytes per element of a linear layer's output for a LoRA adapter: its input, its product, scale and sum."""
+FP32_ADAPTER = (38.0, 44.0)
+"""The same in fp32: copies of the input and to fp32 and back, product, scale and sum, each with twice the bytes."""
 FUSED_ADAPTER = 0.3
 """The same where the adapter is fused with its layer (Megatron), relative to eager."""
 ROUTED = (16.0, 24.0)
 """Bytes per element and visited expert to permute tokens, send buffers included, and to sum what experts return."""
-ROUTED_KERNELS = 60
-"""Launches of the forward pass for routing: scores, top-k, permutation, counts, exchange, grouped matmuls."""
+ROUTED_ONCE = (10.0, 15.0)
+"""The same where the exchange itself permutes tokens (DeepEP)."""
+ROUTED_FUSED = (4.0, 6.0)
+"""The same where permutations are also parts of the experts' matmuls."""
+ROUTED_KERNELS, EXCHANGE_KERNELS = 40, 20
+"""Launches of the forward pass for routing (scores, top-k, permutation, counts, grouped matmuls) and the exchange."""
+AUTOCAST_KERNELS = 1.5
+"""Launches with torch.autocast, relative to none: each matmul casts its input, weight and bias."""
 ADAPTER_KERNELS = 5
 """Launches of one adapter's forward pass."""
-GATED_ACTIVATION = {"eager": (10.0, 16.0), "kernels": (10.0, 16.0), "compiled": (6.0, 10.0)}
-"""Bytes per element of a gated activation: silu (2+2) and product (4+2); backward 3 and 5 passes; fused: two reads, one
-write."""
 FP8_CAST = 3.0
 """Bytes per element of a cast for an fp8 matmul: read 16 bits, write 8."""
-SOFTMAX = {"eager": (12.0, 12.0), "kernels": (4.0, 6.0), "compiled": (4.0, 6.0)}
-"""Bytes per score of scale, mask and softmax: one fused kernel, or four passes."""
-DROPOUT = 5.0
-"""Bytes per element of dropout: read, write and a 1-byte mask."""
-HEAD = {"eager": (20.0, 18.0), "kernels": (36.0, 18.0), "compiled": (6.0, 6.0)}
-"""Bytes per logit of the loss: fp32 cast and log-softmax in torch; nine passes in Megatron's parallel loss."""
-FUSED_HEAD = (6.0, 4.0)
-"""Bytes per logit of a fused loss: read the logits twice, write their gradient in place."""
 KERNELS = {"eager": 30, "kernels": 25, "compiled": 15}
 """Kernel launches of the forward pass of a GPT layer."""
 EAGER_LLAMA_KERNELS = 20
 """Further launches for eager RMSNorm and rotary embedding."""
-EXPERT_KERNELS = 6
+EXPERT_KERNELS = 5
 """Launches per expert if experts run one after the other."""
 
 
 def layer_stream_bytes(shape: LayerShape, part: Slice, software: Software) -> tuple[float, float]:
     """Bytes per token that element-wise operators of a layer read and write, forward and backward."""
-    residual = _residual_bytes(shape, software)
+    residual = residual_stream_bytes(software, gated=shape.gated)
     inner = _inner_bytes(shape, part, software)
     scale = part.element_bytes / 2
     forward, backward = (residual[i] * shape.hidden / part.residual_parts + inner[i] for i in (0, 1))
     return forward * scale, backward * scale
 
 
-def head_stream_bytes(software: Software) -> tuple[float, float]:
-    """Bytes per logit that the loss reads and writes, forward and backward."""
-    return FUSED_HEAD if software.fused_loss else HEAD[software.fusion]
-
-
-def softmax_bytes(software: Software) -> tuple[float, float]:
-    """Bytes per stored attention score that softmax and dropout read and write, forward and backward."""
-    forward, backward = SOFTMAX[software.fusion]
-    extra = DROPOUT if software.dropout else 0.0
-    return forward + extra, backward + extra
-
-
 def kernels_per_layer(shape: LayerShape, part: Slice, software: Software) -> int:
     """Kernel launches of one forward pass through a layer."""
     llama = EAGER_LLAMA_KERNELS if software.fusion == "eager" and shape.gated else 0
     loop = EXPERT_KERNELS * shape.experts // part.ep if software.expert_loop else 0
-    experts = ROUTED_KERNELS + loop if shape.experts else 0
-    return KERNELS[software.fusion] + llama + experts + ADAPTER_KERNELS * part.adapters
-
-
-def _residual_bytes(shape: LayerShape, software: Software) -> tuple[float, float]:
-    """Bytes per element of the residual stream for two norms and two residual sums."""
-    norm = NORM_RMS_EAGER if software.fusion == "eager" and shape.gated else NORM_FUSED
-    residual = RESIDUAL_DROPOUT if software.dropout else RESIDUAL[software.fusion]
-    return 2 * (norm[0] + residual[0]), 2 * (norm[1] + residual[1])
+    experts = ROUTED_KERNELS + (EXCHANGE_KERNELS if part.ep > 1 else 0) + loop if shape.experts else 0
+    plain = (KERNELS[software.fusion] + llama) * (AUTOCAST_KERNELS if software.autocast else 1)
+    return int(plain) + experts + ADAPTER_KERNELS * part.adapters
 
 
 def _inner_bytes(shape: LayerShape, part: Slice, software: Software) -> tuple[float, float]:
@@ -385,15 +372,16 @@ def _inner_bytes(shape: LayerShape, part: Slice, software: Software) -> tuple[fl
     q = shape.heads * shape.head_dim / part.tp
     kv = max(shape.kv_heads / part.tp, 1) * shape.head_dim
     rope = ROPE[software.fusion] if shape.gated else 0.0
-    inner = (shape.ffn + shape.experts_per_token * shape.expert_ffn) / part.tp
-    plain = COMPOSED_GELU if software.composed_gelu else PLAIN_ACTIVATION
-    activation = GATED_ACTIVATION[software.fusion] if shape.gated else plain
+    activation = activation_bytes(software, gated=shape.gated)
+    inner = (shape.ffn + part.expert_load * shape.experts_per_token * shape.expert_ffn) / part.tp
     adapted = {0: 0.0, 2: q + kv, 4: 2 * q + 2 * kv}.get(part.adapters, 2 * q + 2 * kv + 3 * inner)
     adapted *= 1.0 if software.fusion == "eager" else FUSED_ADAPTER
-    routed = shape.experts_per_token * shape.hidden / part.tp
-    forward = (rope + 4.0) * (q + kv) + activation[0] * inner + ADAPTER[0] * adapted + ROUTED[0] * routed
-    backward = (rope + 8.0) * (q + kv) + activation[1] * inner + ADAPTER[1] * adapted + ROUTED[1] * routed
-    if part.fp8:
+    routed = part.expert_load * shape.experts_per_token * shape.hidden / part.tp
+    adapter = FP32_ADAPTER if software.fp32_adapters else ADAPTER
+    moved = ROUTED_FUSED if software.fused_experts else ROUTED_ONCE if software.dispatch_once else ROUTED
+    forward = (rope + 4.0) * (q + kv) + activation[0] * inner + adapter[0] * adapted + moved[0] * routed
+    backward = (rope + 8.0) * (q + kv) + activation[1] * inner + adapter[1] * adapted + moved[1] * routed
+    if part.fp8 and not software.fused_experts:
         forward += FP8_CAST * (2 * shape.hidden + q + inner)
         backward += FP8_CAST * (2 * shape.hidden + q + 2 * kv + inner * (2 if shape.gated else 1))
     return forward, backward

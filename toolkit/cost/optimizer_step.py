@@ -1,4 +1,4 @@
-"""Time of the optimizer step, including gradient accumulation and offload."""
+"""Time of the optimizer step, gradient accumulation and offload included; bytes of gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def optimizer_seconds(e: Execution, cal: Calibration) -> float:
     shard = trained / state_shards(e)
     total = _offloaded(e, shard) if e.offload != "none" else shard * update_bytes(e.optimizer) / rate
     if e.grad_accum > 1 and e.zero_stage < 3 and not e.software.fused_accumulation:
-        grad_bytes = 4 if e.element_bytes == 4 else e.software.grad_bytes
-        each = APART_BYTES if e.accumulates_apart else 3 * grad_bytes
+        width = 4 if e.element_bytes == 4 else e.software.grad_bytes
+        each = APART_BYTES if e.accumulates_apart else 3 * width
         total += (e.grad_accum - 1) * each * trained / rate
     return total
 
@@ -59,7 +59,8 @@ def _offloaded(e: Execution, shard: float) -> float:
     """Seconds with offload: gradients to the host, weights back, the update on the host, and disk traffic."""
     link = e.cluster.device.host_bytes_per_second
     on_node = min(e.cluster.devices_per_node, e.cluster.devices)
-    total = (e.grad_accum + 1) * e.element_bytes * shard / link
+    rounds = e.grad_accum if e.software.zero_copies else 1  # DeepSpeed moves the gradients of every micro-batch
+    total = (rounds + 1) * e.element_bytes * shard / link
     total += shard * on_node * update_bytes(e.optimizer) / HOST_UPDATE_BYTES_PER_SECOND
     if e.offload.startswith("nvme"):
         states = 4 + 4 * MOMENTS[e.optimizer]
@@ -68,3 +69,35 @@ def _offloaded(e: Execution, shard: float) -> float:
         weights = e.element_bytes * stage_params(e) / state_shards(e)
         total += 2 * e.grad_accum * weights / link
     return total
+
+
+def grad_bytes(e: Execution, params: float) -> float:
+    """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
+    trained = params * e.trained_share
+    width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
+    if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
+        return width * trained
+    if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):
+        width = 4  # shards are summed in fp32; ZeRO 3 keeps a buffer for them between steps, too
+    if e.offload == "none":
+        return width * trained / state_shards(e)
+    if e.zero_stage == 3 or not e.drops_gradients:
+        return 0.0
+    # DeepSpeed 0.19.8 sums shards of several micro-batches on the device, and has a buffer for the largest gradient.
+    summed = 4 * trained / state_shards(e) if e.grad_accum > 1 else 0.0
+    return summed + e.element_bytes * largest_tensor(e)
+
+
+def largest_tensor(e: Execution) -> float:
+    """Elements of the largest trained tensor on a rank."""
+    if e.lora_rank:
+        return e.lora_rank * max(e.model.hidden, e.model.ffn)
+    return e.model.hidden * max(e.model.vocab, e.model.ffn) / e.tp
+
+
+def state_bytes(e: Execution, params: float) -> float:
+    """Bytes of fp32 master weights and moments before sharding; fp32 training without ZeRO needs no second copy."""
+    if not e.master_weights:
+        return e.element_bytes * MOMENTS[e.optimizer] * params * e.trained_share
+    master = 0 if e.element_bytes == 4 and e.zero_stage == 0 else 4
+    return (master + 4 * MOMENTS[e.optimizer]) * params * e.trained_share

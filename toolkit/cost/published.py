@@ -8,27 +8,26 @@ from typing import Any
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.devices import Device, find_device
-from toolkit.cost.activations import LOGIT_BYTES
-from toolkit.cost.calibration import Calibration
-from toolkit.cost.estimate import DEVICE_SHARE
-from toolkit.cost.execution import QUANTIZED_BYTES, RECOMPUTE, Execution, Recompute
-from toolkit.cost.memory import device_bytes
-from toolkit.cost.optimizer_step import state_shards
+from toolkit.cost.execution import CORE_ATTENTION, RECOMPUTE, Execution, Recompute
 from toolkit.cost.published_rows import MISSING, NO, YES, NotScorable, PublishedRow
 from toolkit.cost.software import Software, software_of
 from toolkit.models.spec import ModelSpec
-from toolkit.units import GB, GBIT, TERA
+from toolkit.units import GB, GBIT, GIB, TERA
 
+MOE_ACT = Recompute(stream=0.5, kept=0.4)
+"""Norms and the activations of experts are recomputed (Megatron-Core)."""
+SELECTIVE_OP = Recompute(0.5, 0, 1, 0.5, kept=0.4)
+"""Every second matmul and attention are saved (torchtitan)."""
 CHECKPOINTING = (
     (r"unknown|\?", Recompute()),
     (r"whole moe", Recompute(0.6, 0, 1, 0, kept=0.2)),
-    (r"moe_act", Recompute(stream=0.5, kept=0.4)),
-    (r"selective_?op", Recompute(0.5, 0, 1, 0.5, kept=0.4)),
+    (r"moe_act", MOE_ACT),
+    (r"selective_?op", SELECTIVE_OP),
     (r"selective_?layer_?2|every.?(2|second)", Recompute(0.5, 0.5, 0.5, 0.5, kept=0.5)),
     (r"mlp", Recompute(stream=1, mlp_up=1, kept=0.25)),
     (r"qkv|out_?proj", Recompute(attention=1, stream=1, mlp_up=1, kept=0.15)),
     (r"dot", Recompute(attention=1, stream=1, kept=0.5)),
-    (r"selective|attention|attn|core", RECOMPUTE["selective"]),
+    (r"selective|attention|attn|core", CORE_ATTENTION),
     (r"full|^1$|true|yes|layer|block|uniform", RECOMPUTE["full"]),
 )
 """Patterns for the activation-checkpointing cell; the first match counts, and no match means no recompute."""
@@ -40,8 +39,19 @@ LATENT = r"MLA \(q_lora (\d+), kv_lora (\d+), qk (\d+)\+(\d+), v (\d+)\)"
 """How a row describes latent attention: ranks, width of keys without and with rotation, width of values."""
 WINDOWS = {"gpt-oss": (128, 2), "gemma3": (1024, 6), "gemma-3": (1024, 6), "gemma2": (4096, 2), "gemma-2": (4096, 2)}
 """Families with sliding windows: tokens of the window, and that one layer in so many sees the full sequence."""
-BLACKWELL_FLOPS = 1e13
-"""Peak per multiprocessor above which a device is a Blackwell; Megatron-Bridge's recipes for it use CUDA graphs."""
+PACKED = re.compile(r"(?<!not )\bpacked")
+KEEPS_APART = re.compile(r"swift|axolotl|llama-?factory")
+"""Frameworks whose packing keeps documents apart in attention."""
+DOCUMENT_SHARE = 0.3
+"""Length of packed documents, weighted by tokens, relative to the longest one, which the sequence is cut to fit (an
+estimate)."""
+LIMITED_GLU = re.compile(r"gpt-?oss")
+"""Models whose gated activation has limits and biases."""
+LAST_UNFUSED = "26.04.01"
+"""Last release of Megatron-Bridge before casts and activations are fused with 8-bit experts."""
+TUNED_IMBALANCE = 1.8
+"""Tokens of the busiest expert-parallel rank relative to the mean in fine-tuning (an estimate): 1.4 in pre-training
+without forced balance (Megatron-MoE-ModelZoo: 237 of 295 TFLOP/s, where experts take 60% of the time)."""
 LARGEST_LINK_DOMAIN = 64
 """Ranks of a job inside an NVL72 domain: the largest power of two up to 72."""
 
@@ -57,14 +67,15 @@ def execution_of(row: PublishedRow) -> Execution:
     stage = int(row.number_of("zero_stage") or 0)
     schedule = row.text("pp_schedule").lower()
     return Execution(
-        model=model_of(row), cluster=cluster, seq_len=_needed(row, "seq_len"), micro_batch=micro_batch,
+        model=model_of(row), cluster=cluster, seq_len=_seq_len(row), micro_batch=micro_batch,
         grad_accum=grad_accum, dp=dp, tp=tp, pp=pp, cp=1 if ulysses else cp, sp=cp if ulysses else 1,
         ep=min(row.count("ep"), row.count("n_experts")), software=_software(row, device, pp, stage),
-        expert_tp=row.count("etp") if row.count("n_experts", 0) else 0,
+        expert_tp=row.count("etp") if row.count("n_experts", 0) else 0, expert_load=_expert_load(row),
         chunks=row.count("vpp", 2 if "interleav" in schedule else 1), bubble_share=_bubble_share(schedule),
         zero_stage=min(3, stage), zero_group=row.count("shard_group", dp * cp if stage else 1),
-        residual_shards=tp > 1 and row.text("megatron_sp").lower() in YES, recompute=recompute_of(row.text("act_ckpt")),
+        residual_shards=tp > 1 and row.text("megatron_sp").lower() in YES, recompute=_recompute(row),
         scores_dropped="selective" in row.text("act_ckpt").lower(), offload=_offload(row.text("offload")),
+        optimizer=_optimizer(row),
         **_number_formats(row), **_adapters(row),
     )  # fmt: skip
 
@@ -83,16 +94,51 @@ def _software(row: PublishedRow, device: Device, pp: int, stage: int) -> Softwar
         found = replace(found, fusion="kernels")
     if "gpt2" not in row.text("model").lower():
         found = replace(found, composed_gelu=False)
-    if "mixed_precision=DEFAULT" in row.text("notes"):  # Composer reduces in fp32 then
+    found = replace(found, **_expert_flags(row, device, pp), **_fine_tuning_flags(row, found))
+    if "mixed_precision=DEFAULT" in row.text("notes") or found.autocast:  # gradients are reduced in fp32 then
         found = replace(found, grad_bytes=4)
-    blackwell = device.peak_flops / device.multiprocessors > BLACKWELL_FLOPS
-    if "CUDA graphs" in row.text("notes") or (blackwell and "bridge" in row.text("framework").lower()):
-        found = replace(found, graphs=True)
-    if re.search(r"all-to-all overlap", row.text("notes")):
-        found = replace(found, ep_overlap=True)
     loss = row.text("fused_ce").lower()
     kind = "linear" if "linear" in loss else "kernel" if loss and loss not in MISSING else ""
     return replace(found, fused_loss=kind) if kind else found
+
+
+def _expert_flags(row: PublishedRow, device: Device, pp: int) -> dict[str, Any]:
+    """Flags for mixtures: what is stated, or the settings of Megatron-Bridge's recipes.
+
+    These overlap exchanges where the schedule can: without a pipeline, or with several chunks per stage. They use CUDA
+    graphs on Grace hosts, and where dropped tokens make shapes static."""
+    notes, bridge, fused = row.text("notes"), _is_bridge(row), _fuses_experts(row)
+    static = device.name.startswith("GB") or "(tokendrop)" in notes or not row.count("n_experts", 0)
+    return {
+        "graphs": "CUDA graphs" in notes or (bridge and static),
+        "ep_overlap": "all-to-all overlap" in notes or (bridge and (pp == 1 or row.count("vpp") > 1)),
+        "fused_experts": fused,
+        "composed_glu": bool(LIMITED_GLU.search(row.text("model").lower())),
+    }
+
+
+def _is_bridge(row: PublishedRow) -> bool:
+    return "bridge" in row.text("framework").lower()
+
+
+def _fuses_experts(row: PublishedRow) -> bool:
+    """Whether a row is of a release that fuses experts: its notes name releases before its own."""
+    earlier = re.findall(r"\b\d\d\.\d\d(?:\.\d\d)?(?=:)", row.text("notes"))
+    return _is_bridge(row) and "mxfp8" in row.text("precision") and max(earlier, default="") >= LAST_UNFUSED
+
+
+def _fine_tuning_flags(row: PublishedRow, found: Software) -> dict[str, Any]:
+    """Flags for packed documents, adapters, autocast and what the figure includes."""
+    framework, method = row.text("framework").lower(), row.text("method").lower()
+    packed = bool(PACKED.search(row.text("notes").lower()) and KEEPS_APART.search(framework))
+    adapters = "lora" in method and found.unpadded_vocab
+    return {
+        "document_share": DOCUMENT_SHARE if packed else 1.0,
+        "fp32_adapters": adapters,
+        "fp32_residual": adapters and method == "qlora" and "single gpu" in framework,
+        "autocast": "autocast" in row.text("state_dtypes").lower(),
+        "step_hooks": 1 if "step timers" in row.text("notes") else 2,  # timers leave out what is between passes
+    }
 
 
 def _number_formats(row: PublishedRow) -> dict[str, Any]:
@@ -114,7 +160,21 @@ def _adapters(row: PublishedRow) -> dict[str, Any]:
         return {}
     targets = row.text("lora_targets").lower()
     where = "all" if "all" in targets or not targets else "attention" if "o" in targets.replace("proj", "") else "qv"
+    if not targets and _is_bridge(row):
+        where = "qv"  # its performance recipes adapt queries, keys and values
     return {"lora_rank": row.count("lora_rank", 16), "lora_targets": where, "quantized_base": method != "lora"}
+
+
+def _expert_load(row: PublishedRow) -> float:
+    """Load of the busiest rank: even where the source forces it."""
+    return 1.0 if "balanced" in row.text("notes").lower() else TUNED_IMBALANCE
+
+
+def sparing(row: PublishedRow, e: Execution) -> Execution:
+    """The execution with settings that save memory where the source does not state them."""
+    if re.search(r"unknown|blocks|\?", row.text("act_ckpt").lower()):
+        e = replace(e, recompute=RECOMPUTE["full"], scores_dropped=True)
+    return replace(e, offload="cpu") if "unknown" in row.text("offload").lower() else e
 
 
 def measured_seconds(row: PublishedRow) -> float | None:
@@ -166,6 +226,29 @@ def model_of(row: PublishedRow) -> ModelSpec:
     )  # fmt: skip
 
 
+ROUNDED = 0.1
+"""Difference between a stated memory size and that of the device kind that is rounding: 192 GB and 180 GiB."""
+PADDED_TOKENS = 512
+"""Length of padded batches of instruction data, where a row states only the longest length that is allowed."""
+UNSAVED = Recompute(1, 0, 1, 0.5, kept=0.1)
+"""Selective recompute where matmuls are not among the operators whose results are saved: torchao's in 4 bits."""
+
+
+def _seq_len(row: PublishedRow) -> int:
+    stated = _needed(row, "seq_len")
+    padded = "not packed" in row.text("notes").lower() and "length" in row.text("inferred_fields").lower()
+    return min(stated, PADDED_TOKENS) if padded else stated
+
+
+def _recompute(row: PublishedRow) -> Recompute:
+    """What the row states; if it does not, what Megatron-Bridge's recipes for mixtures recompute."""
+    if "unknown" in row.text("act_ckpt") and _is_bridge(row) and row.count("n_experts", 0) and not _fuses_experts(row):
+        return MOE_ACT
+    found = recompute_of(row.text("act_ckpt"))
+    four_bits = found == SELECTIVE_OP and "nvfp4" in row.text("precision").lower()
+    return UNSAVED if four_bits else found
+
+
 def recompute_of(text: str) -> Recompute:
     """The recompute that an activation-checkpointing cell describes."""
     lowered = text.strip().lower()
@@ -189,8 +272,11 @@ def _device(row: PublishedRow) -> Device:
         raise NotScorable(f"unknown device {name!r}")
     variant = row.text("gpu_variant")
     bandwidth, watts = re.search(r"([\d.]+) ?TB/s", variant), re.search(r"(\d+) ?W\b", variant)
+    stated = (row.number_of("gpu_mem_gb") or 0.0) * GIB
+    differs = stated and abs(stated / device.memory_bytes - 1) > ROUNDED
     return replace(
         device,
+        memory_bytes=int(stated) if differs else device.memory_bytes,
         memory_bytes_per_second=float(bandwidth[1]) * TERA if bandwidth else device.memory_bytes_per_second,
         power_cap=min(1.0, float(watts[1]) / device.watts) if watts and device.watts else 1.0,
     )
@@ -249,87 +335,14 @@ def _bubble_share(schedule: str) -> float:
     return 1 / 3 if re.search(r"zb|zero.?bubble", schedule) else 1.0
 
 
+def _optimizer(row: PublishedRow) -> str:
+    """The optimizer whose states a row has; others than those of the table are counted as AdamW."""
+    text = row.text("optimizer").lower()
+    return next((name for name in ("lion", "lamb", "lars", "sgd") if name in text), "adamw")
+
+
 def _offload(text: str) -> str:
     lowered = text.lower()
     if "cpu" not in lowered and "nvme" not in lowered:
         return "none"
     return ("nvme" if "nvme" in lowered else "cpu") + ("_params" if "param" in lowered else "")
-
-
-LINEAR_LOSS_BYTES = 3.0
-"""Bytes per logit where they are computed in chunks: not all at once, but the largest chunks and their gradients."""
-IN_PLACE_BYTES = 4.5
-"""Bytes per logit of a loss that overwrites them with their gradient (Megatron)."""
-UPCAST_BYTES = 7.5
-"""The same under Hugging Face models, which copy logits to fp32 first."""
-COMPILED_BYTES = 10.0
-KBIT_LOGITS = 1.75
-"""Logits over 4-bit weights of bitsandbytes, relative to others: peft runs norms, embeddings and head in fp32."""
-
-
-def _loss_bytes(row: PublishedRow, e: Execution) -> float:
-    """Bytes per logit of a row's loss."""
-    if e.software.fused_loss == "linear":
-        return LINEAR_LOSS_BYTES
-    if e.software.fused_loss:
-        return UPCAST_BYTES if e.software.unpadded_vocab else IN_PLACE_BYTES
-    each = COMPILED_BYTES if e.software.fusion == "compiled" else LOGIT_BYTES[e.software.fusion]
-    alone = e.software.unpadded_vocab and "single GPU" in row.text("framework")
-    upcast = alone and row.text("method").lower() == "qlora"
-    return each * (KBIT_LOGITS if upcast else 1.0)
-
-
-def figure_kind(row: PublishedRow) -> str:
-    """What a row's memory figure is: `allocated` or `reserved` by torch, or that of the `driver`."""
-    told = f"{row.text('mem_kind')} {'' if row.text('mem_kind') else row.text('notes')}".lower()
-    if "reserved" in told:
-        return "reserved"
-    return "allocated" if re.search(r"allocated|\(torch\)", told) else "driver"
-
-
-def predicted_memory(row: PublishedRow, e: Execution, cal: Calibration) -> dict[str, float]:
-    """Predicted bytes of a row: `allocated` and `reserved` by torch, as the `driver` reports them, and `needed`.
-
-    The allocator reserves more than it needs while there is room, and no more than the device has.
-    """
-    if e.expert_tp == 1:  # experts that are not sliced: as if they were distributed over fewer ranks
-        e = replace(e, ep=max(1, e.ep // e.tp))
-    used = device_bytes(e, cal)
-    params, grads, states = float(used.params), float(used.grads), float(used.optimizer)
-    if e.quantized_base and e.model.experts:  # before transformers 5, experts were linear layers, too
-        params = (QUANTIZED_BYTES * sum(e.model.layer_params) + 4 * e.model.embedding_params) / state_shards(e)
-    if not e.master_weights:
-        grads *= e.element_bytes / e.software.grad_bytes
-    if e.fp32_params:  # the parameters are the master weights
-        grads *= 2 if e.software.grad_bytes == 2 else 1
-        params, states = 2 * params, states * 2 / 3
-    logits = used.logits * _loss_bytes(row, e) / LOGIT_BYTES[e.software.fusion]
-    passing = used.activations + logits + used.gathered + used.buffers
-    live = params + grads + states + passing
-    if FOREACH.search(row.text("framework").lower()) and not e.lora_rank:
-        live = _with_foreach(e, params + states, params, grads, passing)
-    fixed = cal.context_bytes + (cal.collective_bytes if e.cluster.devices > 1 else 0.0)
-    needed = live * (1 + cal.fragmentation)
-    room = e.cluster.device.memory_bytes * DEVICE_SHARE - fixed
-    reserved = max(needed, min(live * (1 + cal.reserved), room))
-    return {"allocated": live, "reserved": reserved, "driver": reserved + fixed, "needed": needed + fixed}
-
-
-FOREACH = re.compile(r"(?=.*(trainer|fsdp1|accelerate))(?!.*(deepspeed|composer|compile))")
-"""Frameworks that update with torch's `foreach` AdamW, which makes a temporary copy of all updated parameters."""
-
-
-def _with_foreach(e: Execution, resident: float, params: float, grads: float, passing: float) -> float:
-    """Peak of the backward pass, where gradients grow as activations are freed, or of the update with its copy."""
-    backward = resident + (max(grads, passing) if e.grad_accum == 1 else grads + passing)
-    return max(backward, resident + grads + params)
-
-
-def least_memory(row: PublishedRow, e: Execution, cal: Calibration) -> float:
-    """Bytes that a row needs at least: settings that its source does not state are those that save memory."""
-    unknown = re.search(r"unknown|blocks|\?", row.text("act_ckpt").lower())
-    if unknown:
-        e = replace(e, recompute=RECOMPUTE["full"], scores_dropped=True)
-    if "unknown" in row.text("offload").lower():
-        e = replace(e, offload="cpu")
-    return predicted_memory(row, e, cal)["needed"]

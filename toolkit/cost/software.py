@@ -13,7 +13,8 @@ class Software:
     fusion: str = "eager"
     """`eager`: one pass over memory per operator; `kernels`: hand-fused norms and softmax; `compiled`: all fused."""
     flash: int = 2
-    """Generation of the attention kernel: 0 stores scores, 1 and 2 FlashAttention, 3 Hopper kernels (FA 3, cuDNN)."""
+    """Generation of the attention kernel: 0 stores scores, 1 and 2 FlashAttention, 3 kernels of Hopper, 4 of Blackwell
+    (FlashAttention 3 and 4, cuDNN)."""
     tp_overlap: bool = False
     """Whether tensor-parallel collectives are sliced and overlap with their matmul (userbuffers, asynchronous TP)."""
     dp_overlap: bool = True
@@ -48,6 +49,78 @@ class Software:
     """`kernel`: the loss overwrites the logits; `linear`: logits are computed in chunks and never stored."""
     fp8_gather: bool = False
     """Whether sharded parameters are sent in 8 bits."""
+    document_share: float = 1.0
+    """Length of packed documents, which attention keeps apart, relative to the sequence."""
+    fused_experts: bool = False
+    """Whether casts and activations are parts of the experts' matmuls and permutations."""
+    composed_glu: bool = False
+    """Whether a gated activation with limits and biases is composed of ten operators (gpt-oss)."""
+    step_hooks: int = 2
+    """Times per step that DeepSpeed handles a tensor on the host: when its gradient is reduced, and in the update."""
+    fp32_adapters: bool = False
+    """Whether LoRA adapters, and copies of their inputs, are fp32 (peft in mixed precision)."""
+    fp32_residual: bool = False
+    """Whether norms, and so the residual stream, are fp32 (models that peft has prepared for 4-bit training)."""
+    autocast: bool = False
+    """Whether fp32 weights are cast operator by operator, and updated tensor by tensor (torch.autocast)."""
+
+
+NORM_FUSED = (4.0, 10.0)
+"""Bytes per element of a fused norm: read and write; backward three tensors, then two for the weight gradient."""
+NORM_RMS_EAGER = (34.0, 50.0)
+"""Bytes per element of eager RMSNorm: to fp32 (2+4), square (4+4), mean (4), scale (4+4), to 16 bits (4+2), weight
+(2+2), and the same chain backward."""
+RESIDUAL = {"eager": (6.0, 6.0), "kernels": (6.0, 6.0), "compiled": (4.0, 4.0)}
+"""Bytes per element of a residual sum: two reads and a write; compiled code fuses it with the norm."""
+RESIDUAL_DROPOUT = (7.0, 9.0)
+"""Bytes per element with bias, dropout and its 1-byte mask in one kernel (Megatron)."""
+ROPE = {"eager": 18.0, "kernels": 4.0, "compiled": 4.0}
+"""Bytes per element of rotary embedding, in each pass: rotate_half (2+2), two products (8), sum (4+2); fused: read
+and write."""
+PLAIN_ACTIVATION = (4.0, 6.0)
+COMPOSED_GELU = (34.0, 52.0)
+"""Bytes per element of GPT-2's GELU as transformers writes it: power, two products, sum, tanh, sum, two products."""
+GATED_ACTIVATION = {"eager": (10.0, 16.0), "kernels": (10.0, 16.0), "compiled": (6.0, 10.0)}
+"""Bytes per element of a gated activation: silu (2+2) and product (4+2); backward 3 and 5 passes; fused: two reads, one
+write."""
+COMPOSED_GLU = (50.0, 85.0)
+"""Bytes per element of gpt-oss' activation: two biases, two limits, scale, sigmoid, sum, two products."""
+SOFTMAX = {"eager": (12.0, 12.0), "kernels": (3.0, 5.0), "compiled": (3.0, 5.0)}
+"""Bytes per score of scale, mask and softmax: one fused kernel, which finds half of what it reads in the cache, or four
+passes."""
+DROPOUT = 5.0
+"""Bytes per element of dropout: read, write and a 1-byte mask."""
+HEAD = {"eager": (20.0, 18.0), "kernels": (36.0, 18.0), "compiled": (6.0, 6.0)}
+"""Bytes per logit of the loss: fp32 cast and log-softmax in torch; nine passes in Megatron's parallel loss."""
+FUSED_HEAD = (6.0, 4.0)
+"""Bytes per logit of a fused loss: read the logits twice, write their gradient in place."""
+
+
+def residual_stream_bytes(software: Software, *, gated: bool) -> tuple[float, float]:
+    """Bytes per element of the residual stream for two norms and two residual sums, forward and backward."""
+    norm = NORM_RMS_EAGER if software.fusion == "eager" and gated else NORM_FUSED
+    residual = RESIDUAL_DROPOUT if software.dropout else RESIDUAL[software.fusion]
+    wide = 2 if software.fp32_residual else 1
+    return 2 * wide * (norm[0] + residual[0]), 2 * wide * (norm[1] + residual[1])
+
+
+def activation_bytes(software: Software, *, gated: bool) -> tuple[float, float]:
+    """Bytes per inner element of the MLP's activation, forward and backward."""
+    if gated:
+        return COMPOSED_GLU if software.composed_glu else GATED_ACTIVATION[software.fusion]
+    return COMPOSED_GELU if software.composed_gelu else PLAIN_ACTIVATION
+
+
+def head_stream_bytes(software: Software) -> tuple[float, float]:
+    """Bytes per logit that the loss reads and writes, forward and backward."""
+    return FUSED_HEAD if software.fused_loss else HEAD[software.fusion]
+
+
+def softmax_bytes(software: Software) -> tuple[float, float]:
+    """Bytes per stored attention score that softmax and dropout read and write, forward and backward."""
+    forward, backward = SOFTMAX[software.fusion]
+    extra = DROPOUT if software.dropout else 0.0
+    return forward + extra, backward + extra
 
 
 ZERO_TENSORS = 7
@@ -66,16 +139,21 @@ DEEPSPEED_HF = Software(
 )
 """DeepSpeed with a Hugging Face model: what this toolkit runs."""
 
-_COMPILED = re.compile(r"compil|thunder|xla|jax|maxtext|inductor")
+_COMPILED = re.compile(r"compil|thunder|xla|jax|maxtext|levanter|easylm|inductor|habana")
 _MODERN = re.compile(r"nemo|bridge|megatron[- ]core|mcore|transformer ?engine|\bte\b|primus|megascale")
-_KERNELS = re.compile(r"megatron|nemo|apex|liger|fused|transformer ?engine|\bte\b|primus|megascale|mcore")
+_KERNELS = re.compile(
+    r"megatron|nemo|neox|nanotron|apex|liger|unsloth|fused|transformer ?engine|\bte\b|primus|megascale|mcore"
+)
 _TP_OVERLAP = re.compile(r"async ?tp|userbuffer|tp overlap")
 _NO_DP_OVERLAP = re.compile(r"megatron-lm|megatron-deepspeed|megatron\+deepspeed|local ddp|alpa")
 _REDUCES_16 = re.compile(r"internevo|fsdp1|(hf|swift).*deepspeed|^deepspeed")
-_FIRST_FLASH = re.compile(r"composer")
-_HUGGING_FACE = re.compile(r"\bhf\b|hugging|transformers|swift \+ hf")
+_FIRST_FLASH = re.compile(r"composer|llm-foundry")
+_HUGGING_FACE = re.compile(
+    r"\b(hf|trl|peft)\b|hugging|transformers|swift \+ hf|axolotl|llama-?factory|unsloth|accelerate|sfttrainer|habana"
+)
 _HOPPER_KERNELS = re.compile(r"xla|jax|maxtext|fa ?3|flash.?attention.?3|cudnn")
 _HOPPER = re.compile(r"H\d00|GH|B\d00|GB|MI3")
+_BLACKWELL = re.compile(r"B\d00|GB")
 
 
 def software_of(
@@ -87,12 +165,12 @@ def software_of(
     fp8 = "fp8" in precision
     return Software(
         fusion=_fusion(name, modern=modern, fp8=fp8),
-        flash=_flash(name, modern=modern, hopper=bool(_HOPPER.match(device))) if flash else 0,
+        flash=_flash(name, device, modern=modern) if flash else 0,
         tp_overlap=modern or bool(_TP_OVERLAP.search(name)),
         dp_overlap=not (pipeline and _NO_DP_OVERLAP.search(name)) and not ("deepspeed" in name and zero_stage == 3),
         pp_overlap=modern,
         grad_bytes=2 if (modern and "core" not in name) or precision == "fp16" or _REDUCES_16.search(name) else 4,
-        dropout=bool(_KERNELS.search(name)) and not flash,
+        dropout=bool(_KERNELS.search(name)) and not flash and not _HUGGING_FACE.search(name),
         zero_messages=ZERO_TENSORS_THEN if "deepspeed" in name else 1,
         zero_copies="deepspeed" in name,
         unpadded_vocab=bool(_HUGGING_FACE.search(name)),
@@ -101,7 +179,7 @@ def software_of(
         expert_loop=bool(_HUGGING_FACE.search(name)) and "scatter" not in name,
         fused_accumulation=modern or bool(re.search(r"megatron-lm.*202[2-9]", name)),
         scattered_sends=modern or "megatron-lm" in name,
-        fused_loss="kernel" if "composer" in name else "",
+        fused_loss="kernel" if re.search(r"composer|llm-foundry|unsloth", name) else "",
         fp8_gather=fp8 and "fsdp2" in name,
     )
 
@@ -113,7 +191,7 @@ def _fusion(name: str, *, modern: bool, fp8: bool) -> str:
     return "kernels" if fp8 or _KERNELS.search(name) else "eager"
 
 
-def _flash(name: str, *, modern: bool, hopper: bool) -> int:
-    if hopper and (modern or _HOPPER_KERNELS.search(name)):
-        return 3
+def _flash(name: str, device: str, *, modern: bool) -> int:
+    if _HOPPER.match(device) and (modern or _HOPPER_KERNELS.search(name)):
+        return 4 if _BLACKWELL.match(device) else 3
     return 1 if _FIRST_FLASH.search(name) else 2

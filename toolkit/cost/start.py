@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from toolkit.cost.activations import inputs_on_host_bytes
 from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, quantized_width
 from toolkit.cost.optimizer_step import state_shards
@@ -84,6 +85,7 @@ def host_bytes(e: Execution, params: float, states: float) -> float:
     """Bytes on the host of one node for what its devices offload: `states` of each, gradients, weights, buffers."""
     ranks = min(e.cluster.devices_per_node, e.cluster.devices)
     outer = 0.0 if e.cluster.device.backend == "cpu" else exchange_bytes(e, params) * ranks
+    outer += PINNED_BUFFERS * inputs_on_host_bytes(e, min(e.grad_accum, e.pp)) * ranks
     if not e.offload.startswith("cpu"):
         return outer
     total = states + 4 * params * e.trained_share / state_shards(e)

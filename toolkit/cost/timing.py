@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from toolkit.cost import communication
+from toolkit.cost.activations import layer_input_bytes
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Time
 from toolkit.cost.execution import Execution, layer_shape, lora_params, of_plan
@@ -144,6 +145,7 @@ def _one_layer(e: Execution, cal: Calibration, *, experts: bool, window: int) ->
     hooks = _hook_seconds(e, cal)
     forward, backward = host_bound(cost.forward, e, cal, hooks), host_bound(cost.backward, e, cal, 2 * hooks)
     repeat = _repeat(e, cost.forward, forward, cal)
+    repeat += _host_copies(e, forward, backward + repeat)
     tp_forward, tp_backward = communication.tensor_seconds(e, cal)
     tp_forward = _behind_host(tp_forward, cost.forward, forward)
     tp_backward = _behind_host(tp_backward, cost.backward, backward)
@@ -163,6 +165,14 @@ def _repeat(e: Execution, cost: Pass, forward: float, cal: Calibration) -> float
     return max(on_device, cost.kernels * cal.launch_seconds * max(share.matmul, share.stream))
 
 
+def _host_copies(e: Execution, forward: float, backward: float) -> float:
+    """Seconds per layer that copies of its input to the host and back take longer than the passes beside them."""
+    if not e.recompute.inputs_on_host:
+        return 0.0
+    copy = layer_input_bytes(e) / e.cluster.device.host_bytes_per_second
+    return max(0.0, copy - forward) + max(0.0, copy - backward)
+
+
 def host_bound(cost: Pass, e: Execution, cal: Calibration, hooks: float = 0.0) -> float:
     """Device time, but at least the time that the host needs to launch the operators; a CPU does both in turn.
 
@@ -180,28 +190,28 @@ def _behind_host(traffic: float, cost: Pass, spent: float) -> float:
 
 
 def _step_hooks(e: Execution, cal: Calibration) -> float:
-    """Host seconds per step of DeepSpeed with Hugging Face models: norms, copies and flags tensor by tensor."""
+    """Host seconds per step of work tensor by tensor: DeepSpeed's norms, copies and flags, or a plain torch update."""
+    tensors = (TENSORS_GATED if e.model.gated_mlp else TENSORS_PLAIN) * e.layers_per_stage
+    if e.software.autocast:
+        return tensors * UPDATE_KERNELS * cal.launch_seconds
     if not e.software.zero_copies or not e.software.unpadded_vocab or e.cluster.device.backend == "cpu":
         return 0.0
-    tensors = (TENSORS_GATED if e.model.gated_mlp else TENSORS_PLAIN) * e.layers_per_stage
-    return STEP_HOOKS * cal.zero_host_seconds * (tensors * min(1.0, 100 * e.trained_share))
+    return e.software.step_hooks * cal.zero_host_seconds * (tensors * min(1.0, 100 * e.trained_share))
 
 
 TENSORS_GATED, TENSORS_PLAIN = 9, 12
 """Parameters of a layer of a Llama (7 matrices, 2 norms), and of a GPT (4 matrices and 2 norms, all with biases)."""
-EXPERT_TENSORS = 3
-"""Matrices of an expert, each fetched by itself where experts are modules of their own."""
-STEP_HOOKS = 2
-"""Times per step that DeepSpeed handles a tensor on the host: when its gradient is reduced, and when it is updated."""
+FETCHED_ALONE = 5
+"""Host time of a tensor that ZeRO 3 fetches by itself, not prefetched, relative to one of a layer (an estimate)."""
+UPDATE_KERNELS = 22
+"""Operators per tensor of AdamW, gradient norm, loss scale, zeroing and reduction buckets, tensor by tensor."""
 
 
 def _hook_seconds(e: Execution, cal: Calibration) -> float:
     """Host seconds of ZeRO 3 for the tensors of one layer in the forward pass; twice as many in the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or not e.software.zero_copies:
         return 0.0
-    share = e.model.moe_layers / e.model.layers
-    experts = EXPERT_TENSORS * e.model.experts / e.ep * share if e.software.expert_loop else 0.0
-    return cal.zero_host_seconds * (e.software.zero_messages + experts)
+    return cal.zero_host_seconds * (e.software.zero_messages + FETCHED_ALONE * communication.expert_tensors(e))
 
 
 CPU_LAUNCH_SECONDS = 15e-6

@@ -32,15 +32,15 @@ class Interval:
 
 
 STEP_TIME = {
-    "dense": Interval(0.87, 1.08),
-    "network": Interval(0.92, 1.12),
-    "small": Interval(0.89, 1.27),
-    "deepspeed": Interval(0.80, 1.25),
-    "adapters": Interval(0.86, 1.24),
-    "mixture": Interval(0.79, 1.65),
+    "dense": Interval(0.91, 1.09),
+    "network": Interval(0.92, 1.10),
+    "small": Interval(0.90, 1.18),
+    "deepspeed": Interval(0.86, 1.20),
+    "adapters": Interval(0.92, 1.16),
+    "mixture": Interval(0.84, 1.60),
 }
 """Measured over predicted step time by kind of run."""
-MEMORY = {"dense": Interval(0.88, 1.15), "adapters": Interval(0.85, 1.25), "mixture": Interval(0.80, 1.35)}
+MEMORY = {"dense": Interval(0.90, 1.12), "adapters": Interval(0.88, 1.18), "mixture": Interval(0.85, 1.45)}
 """Measured over predicted memory by kind of run."""
 SMALL_HIDDEN = 2048
 """Models of at most this width are limited by launches and small tiles as often as by compute."""

@@ -12,14 +12,8 @@ from typing import Any
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import DEVICE_SHARE
 from toolkit.cost.execution import Execution
-from toolkit.cost.published import (
-    cluster_size,
-    execution_of,
-    figure_kind,
-    least_memory,
-    measured_seconds,
-    predicted_memory,
-)
+from toolkit.cost.published import cluster_size, execution_of, measured_seconds
+from toolkit.cost.published_memory import figure_kind, least_memory, predicted_memory
 from toolkit.cost.published_rows import MISSING, NotScorable, PublishedRow, read_rows
 from toolkit.cost.timing import seconds
 from toolkit.cost.uncertainty import COVERAGE, step_interval

@@ -76,7 +76,9 @@ def would_fit(plan: Plan, test: Callable[[Plan], bool]) -> str:
 def _changes(plan: Plan) -> list[tuple[str, dict[str, Any]]]:
     """Changes to try, from the cheapest to the most expensive in time."""
     changes: list[tuple[str, dict[str, Any]]] = []
-    full = {"recompute": "full"} if plan.recompute == "none" else {}
+    full = {"recompute": "full"} if plan.recompute in ("none", "selective") else {}
+    if plan.recompute == "none":
+        changes.append(("recompute selective", {"recompute": "selective"}))
     if full:
         changes.append(("recompute full", dict(full)))
     deepest = 1 if plan.pp > 1 else 3
@@ -109,7 +111,12 @@ WARMUP = 5 / 90
 
 def caveats(plan: Plan, train: Train) -> list[str]:
     """What users should know about a plan, one sentence each; none for a plan that is exact and ordinary."""
-    return [*_batch(train), *_wire(plan, train)]
+    return [*_batch(train), *_decay(train), *_wire(plan, train)]
+
+
+def _decay(train: Train) -> Iterator[str]:
+    if train.weight_decay and train.decay == "matrices":
+        yield "weight decay leaves out norms and biases; train.decay=all includes them"
 
 
 def _batch(train: Train) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Rank the proposals of the strategies: every plan gets an estimate or a refusal, unless it can't win.
 
 Two prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not, except
-without accumulation, where gradients take less memory. Recompute only adds time, so it is not tried where the same plan
-fits without it. `tests/planner/test_search.py` compares both with brute force.
+without accumulation, where gradients take less memory. Recomputing more only adds time, so it is not tried where the
+same plan fits with less. `tests/planner/test_search.py` compares both with brute force.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from toolkit.cost.uncertainty import COVERAGE, memory_interval, step_interval
 from toolkit.errors import BadInput
 from toolkit.planner.explain import bottleneck, misfit_reason, would_fit
 from toolkit.plans.plan import Job, Plan, Refusal
+from toolkit.recipe.axes import RECOMPUTES
 
 HOST_SHARE = 0.9
 """Fraction of host memory that a plan may use."""
@@ -181,7 +182,7 @@ class Search:
         self._too_large: dict[tuple[Any, ...], int] = {}
         self._fit_without: set[tuple[Any, ...]] = set()
         self._options: list[Option] = []
-        self._nearest: dict[str, tuple[float, Plan, Memory]] = {}
+        self._nearest: dict[str, tuple[tuple[float, float], Plan, Memory]] = {}
         self._refused: dict[tuple[str, str], Refusal] = {}
         self._considered = 0
 
@@ -196,9 +197,9 @@ class Search:
     def decision(self, objective: Callable[[Option], float]) -> Decision:
         """The decision over all proposals so far."""
         if not self._options and len(self._nearest) == 1 and self._considered == 1:
-            only = next(plan for _, plan, _ in self._nearest.values())  # every axis is fixed: show that plan
-            option = Option(only, estimate(only, self._job))
-            return Decision(option, (option,), (), 1)
+            near = next(iter(self._nearest.values()))  # every axis is fixed: show that plan, and why it does not fit
+            option = Option(near[1], estimate(near[1], self._job))
+            return Decision(option, (option,), (self._misfit(*near),), 1)
         ranked = _ranked(self._options, objective)
         refused = [*self._refused.values(), *(self._misfit(*near) for near in self._nearest.values())]
         return Decision(ranked[0] if ranked else None, tuple(ranked), tuple(refused), self._considered)
@@ -207,13 +208,13 @@ class Search:
         used = memory(plan, self._job)
         if fits(used, self._job):
             self._options.append(Option(plan, _with_time(plan, self._job, used)))
-            if plan.recompute == "none":
-                self._fit_without.add(_batch_key(plan))
+            self._fit_without.add(_batch_key(plan))
             return
         key = _memory_key(plan)
         self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
         limit, host_limit = limits(self._job)
-        need = max(used.peak / (limit - margin_bytes(self._job)), used.host_peak / max(1, host_limit))
+        device = used.peak / (limit - margin_bytes(self._job))
+        need = max(device, used.host_peak / max(1, host_limit)), device  # where the host decides, the device does next
         if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
             self._nearest[plan.strategy] = need, plan, used
 
@@ -223,7 +224,7 @@ class Search:
             return True
         return self._prune_recompute and plan.recompute != "none" and _batch_key(plan) in self._fit_without
 
-    def _misfit(self, _need: float, plan: Plan, used: Memory) -> Refusal:
+    def _misfit(self, _need: tuple[float, float], plan: Plan, used: Memory) -> Refusal:
         reason = misfit_reason(used, *limits(self._job), margin_bytes(self._job))
         advice = would_fit(plan, lambda other: fits(memory(other, self._job), self._job))
         return Refusal(plan.strategy, f"{reason}{advice}", plan)
@@ -262,7 +263,7 @@ def complexity(plan: Plan) -> tuple[int, ...]:
     """Sort key: simpler plans have smaller ones."""
     axes = sum(axis > 1 for axis in (plan.tp, plan.pp, plan.sp, plan.ep, plan.islands))
     extras = (plan.offload != "none") + (plan.zero_variant != "plain") + (plan.zero_quantized != "none")
-    return (axes, extras, plan.recompute != "none", plan.zero_stage, plan.grad_accum)
+    return (axes, extras, RECOMPUTES.index(plan.recompute), plan.zero_stage, plan.grad_accum)
 
 
 def smaller_clusters(job: Job) -> list[Job]:

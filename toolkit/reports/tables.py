@@ -22,7 +22,7 @@ NOT_SYNCHRONOUS = "local_sgd does not give the result of synchronous training: i
 def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     """Print the ranked plans, the bottleneck of each, and one line per refusal."""
     table = Table(
-        title=f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen",
+        title=_title(decision),
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for heading in ("", "plan", "step", "±", "tokens/s", "MFU", "start", "memory"):
@@ -40,6 +40,12 @@ def show_decision(decision: Decision, console: Console, top: int = 5) -> None:
     for refusal in shown_refusals(decision):
         what = refusal.plan.describe() if refusal.plan else refusal.strategy
         console.print(f"[yellow]refused[/] {escape(what)}: {escape(refusal.reason)}", highlight=False)
+
+
+def _title(decision: Decision) -> str:
+    if decision.chosen is not None and not decision.chosen.estimate.fits:
+        return "[red]the recipe fixes every axis, and this plan does not fit[/]"
+    return f"{len(decision.ranked)} of {decision.considered} plans can run; the first is chosen"
 
 
 def _about(decision: Decision) -> Iterator[str]:
