@@ -163,6 +163,7 @@ TENSOR = ("strategy.name=tensor_parallel", "strategy.tp=8", "strategy.zero_stage
 PIPELINE = ("strategy.name=pipeline", "strategy.pp=4")
 SEQUENCE = ("strategy.name=sequence_parallel", "strategy.sp=8", "strategy.zero_stage=2")
 ADAPTERS = "model.lora={rank: 16}"
+QUANTIZED = ("model.lora={rank: 16, quantize: 4bit}", "model.init=pretrained")
 
 
 def _hybrid(tp: int, pp: int) -> tuple[str, ...]:
@@ -177,8 +178,12 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "data": ("strategy.name=data_parallel",),
             "zero-1": ZERO_1,
             "zero-2": ZERO_2,
+            "zero-2-offload": ZERO_2_OFFLOAD,
             "zero-3": ZERO_3,
+            "zero-3-offload": ZERO_3_OFFLOAD,
             "sequence": ("strategy.name=sequence_parallel", "strategy.sp=4", "strategy.zero_stage=2"),
+            "lora": ("strategy.name=data_parallel", ADAPTERS),
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
         },
     ),
     "llama-8b": (
@@ -195,13 +200,24 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "sequence": SEQUENCE,
             "hybrid": _hybrid(2, 4),
             "lora": ("strategy.name=data_parallel", ADAPTERS),
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
             "lora-zero-3": (*ZERO_3, ADAPTERS),
         },
     ),
     "qwen3-8b": (
         "qwen3-8b",
         1,
-        {"zero-2": ZERO_2, "zero-3": ZERO_3, "tensor": TENSOR, "pipeline": PIPELINE, "sequence": SEQUENCE},
+        {
+            "zero-1": ZERO_1,
+            "zero-2": ZERO_2,
+            "zero-2-offload": ZERO_2_OFFLOAD,
+            "zero-3": ZERO_3,
+            "tensor": TENSOR,
+            "pipeline": PIPELINE,
+            "sequence": SEQUENCE,
+            "lora": ("strategy.name=data_parallel", ADAPTERS),
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
+        },
     ),
     "qwen3-32b": (
         "qwen3-32b",
@@ -211,6 +227,7 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "zero-3": ZERO_3,
             "hybrid": _hybrid(8, 4),
             "lora-zero-3": (*ZERO_3, ADAPTERS),
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
         },
     ),
     "gemma-27b": ("gemma-3-27b-text", 4, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
@@ -218,6 +235,7 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
         "llama-3.1-70b",
         8,
         {
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
             "zero-3": ZERO_3,
             "zero-3-offload": ZERO_3_OFFLOAD,
             "hybrid": _hybrid(8, 4),
@@ -225,8 +243,16 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
         },
     ),
     "llama-405b": ("llama-3.1-405b", 64, {"zero-3": ZERO_3, "hybrid": _hybrid(8, 16)}),
-    "mixtral-8x7b": ("mixtral-8x7b", 4, {"zero-3": ZERO_3, "lora-zero-3": (*ZERO_3, ADAPTERS)}),
-    "qwen3-30b-a3b": ("qwen3-30b-a3b", 4, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
+    "mixtral-8x7b": (
+        "mixtral-8x7b",
+        4,
+        {"zero-3": ZERO_3, "lora-zero-3": (*ZERO_3, ADAPTERS)},
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3-30b-a3b",
+        4,
+        {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD},
+    ),
     "gpt-oss-120b": ("gpt-oss-120b", 8, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
 }
 """Name → (config, nodes of 8 H100, strategies)."""
@@ -342,8 +368,9 @@ class ForkedServer:
     """`session.Process` forked from this one, which has imported everything: a row starts at once."""
 
     def __init__(self, backend: str, files: Sequence[str]) -> None:
-        from toolkit.runtime.rehearsal import server
+        from toolkit.runtime.rehearsal import server, stand_ins
 
+        stand_ins.import_all()
         self._code: int | None = None
         self._pid = os.fork()
         if self._pid == 0:
@@ -370,10 +397,23 @@ class ForkedServer:
         self.poll(0)
 
 
+def fork_servers() -> None:
+    """Fork rehearsals for GPUs from this process; those for CPUs need another accelerator, and start on their own."""
+    start = session._start
+
+    def forked(backend: str, files: Sequence[str]) -> Any:
+        if backend == "cpu":
+            os.environ.pop("DS_ACCELERATOR", None)
+            return start(backend, files)
+        os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported; ranks replace it by the fake device
+        return ForkedServer(backend, files)
+
+    session._start = forked  # type: ignore[assignment]
+
+
 def predicted(words: list[str]) -> int:
     """Rehearse rows that have no result yet, then print all; 1 if a bar is missed."""
-    os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported; ranks replace it by the fake device
-    session._start = ForkedServer  # type: ignore[assignment]
+    fork_servers()
     spec_of = session.spec_of
     session.spec_of = lambda *args: replace(spec_of(*args), evaluates=False)  # type: ignore[assignment]
     chosen = [name for name in large_names() if all(word in name for word in words)]
@@ -411,6 +451,7 @@ def _parts(parts: dict[str, int]) -> str:
 def recipes(words: list[str]) -> int:
     """Rehearse the shipped recipes at full size; 1 if one does not fit or can't be rehearsed."""
     missed = 0
+    fork_servers()
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         if not all(word in path.stem for word in words):
             continue
@@ -424,7 +465,9 @@ def recipes(words: list[str]) -> int:
             continue
         missed += not result.fits or bool(result.mismatches)
         matches = f"{len(result.mismatches)} mismatches" if result.mismatches else "collectives match"
-        print(f"{path.stem:46} {verdict(result)}; {matches}; {time.perf_counter() - began:.0f} s", flush=True)
+        cpu = sum(role.cpu_seconds for role in result.roles)
+        spent = f"{len(result.roles)} ranks, {cpu:.0f} s of CPU in {time.perf_counter() - began:.0f} s"
+        print(f"{path.stem:46} {verdict(result)}; {matches}; {spent}", flush=True)
     return 1 if missed else 0
 
 

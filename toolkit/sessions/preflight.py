@@ -58,6 +58,8 @@ def _unavailable(recipe: Recipe) -> Iterator[Problem]:
             "checkpoint.every",
             "states on NVMe can't be saved by this version; use offload: cpu, or set it to 0",
         )
+    if recipe.model.kernels == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        yield Problem("model.kernels", "liger needs liger-kernel: pip install liger-kernel, or use auto or none")
     if recipe.model.lora is not None:
         yield from _lora_problems(recipe, recipe.model.lora)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -215,12 +216,13 @@ def choose_ranks(plan: Plan, text: str) -> list[int]:
 
 def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
     """Raise `NotRehearsable` for what has no fake: the message names it."""
-    lora, outer = recipe.model.lora, recipe.train.outer
+    outer = recipe.train.outer
     unfakeable = {
         "NVMe offload (strategy.offload)": plan.offload.startswith("nvme"),
-        "bitsandbytes' 4-bit kernels (model.lora.quantize)": lora is not None and lora.quantize == "4bit",
         f"the CUDA operator of {recipe.model.attention} (model.attention)": recipe.model.attention
         in ("flash_attention_2", "flash_attention_3", "flex"),
+        "Liger's Triton kernels (model.kernels)": recipe.model.kernels == "liger",
+        "the code of torch.compile (model.compile)": recipe.model.compile == "layers",
         "ZeRO++'s quantisation kernels (strategy.zero_quantized)": plan.zero_quantized != "none",
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,
@@ -271,7 +273,8 @@ def _run(spec: RehearsalSpec, ranks: Sequence[int], plan: Plan, progress: Progre
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as directory:
         source, target, log = Path(directory) / "in", Path(directory) / "out", Path(directory) / "log"
         target.mkdir()
-        source.write_bytes(pickle.dumps((spec, stages, plan.devices)))
+        passing = tuple(rank for own in stages for rank in own if rank not in ranks)
+        source.write_bytes(pickle.dumps((replace(spec, only_shapes=passing), stages, plan.devices)))
         process = _start(spec.backend, [str(source), str(target), str(log)])
         try:
             _follow(process, target, progress)
@@ -348,8 +351,13 @@ def mismatches(reports: Sequence[RoleReport]) -> list[Mismatch]:
 
 
 def _look(one: Collective) -> tuple[Any, ...]:
-    """What must be equal on all ranks; all run the same code, so the call site, too."""
-    return one.kind, one.dtype, one.numel, one.peer, one.site
+    """What must be equal on all ranks; all run the same code, so the call site, too.
+
+    Of a broadcast or reduction to one rank only the files: its root may call it on another line than the others.
+    """
+    rooted = one.kind in ("broadcast", "reduce", "gather", "scatter")
+    site = re.sub(r":\d+", "", one.site) if rooted else one.site
+    return one.kind, one.dtype, one.numel, one.peer, site
 
 
 def _difference(

@@ -45,12 +45,12 @@ def test_rehearsed_bytes_are_the_measured_ones() -> None:
 
 
 def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str, Any]) -> None:
-    """23 layers and 3 micro-batches under ZeRO 3: extrapolated figures equal those of a run of everything."""
-    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 23, "hidden_size": 64}
+    """25 layers and 3 micro-batches, data parallel: extrapolated figures equal those of a run of everything."""
+    recipe_mapping["model"]["config"] |= {"num_hidden_layers": 25, "hidden_size": 64}
     recipe_mapping["model"]["precision"] = "bf16"
     recipe_mapping["train"]["global_batch"] = 6
     recipe_mapping["data"] = {"path": "synthetic", "tokenizer": "bytes", "seq_len": 32, "packing": False}
-    axes = (*PLANS["zero 3"], "strategy.micro_batch=1", "strategy.recompute=none")
+    axes = ("strategy.name=data_parallel", "strategy.micro_batch=1", "strategy.recompute=none")
     short = rehearsed(recipe_mapping, *axes, ranks="0")
     full = rehearsed(recipe_mapping, *axes, ranks="0", every_layer=True)
     for role, whole in zip(short.roles, full.roles, strict=True):
@@ -60,10 +60,7 @@ def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str,
 
 
 def same_figures(role: RoleReport, whole: RoleReport) -> None:
-    start, first, *others = zip(role.phases, whole.phases, strict=True)
-    # What is gathered in the first step, before its order is known, stops growing at a bound: the line is above it.
-    assert 0 <= first[0].device_peak_bytes / first[1].device_peak_bytes - 1 < 0.03
-    for one, other in (start, *others):
+    for one, other in zip(role.phases, whole.phases, strict=True):
         assert one.device_peak_bytes == pytest.approx(other.device_peak_bytes, rel=0.003), one.name
         assert one.host_peak_bytes == pytest.approx(other.host_peak_bytes, rel=0.003), one.name
     assert role.step.flops == whole.step.flops
@@ -111,6 +108,11 @@ def test_planted_defects_are_found(
     assert any(words in one.what for one in result.mismatches), [one.what for one in result.mismatches]
 
 
+def test_a_pipeline_without_defects_matches(recipe_mapping: dict[str, Any]) -> None:
+    """The stage with the loss broadcasts it on another line than those that receive it."""
+    assert rehearsed(recipe_mapping, *PLANS["pipeline"]).mismatches == ()
+
+
 def full_size(**strategy: Any) -> dict[str, Any]:
     return {
         "name": "full-size",
@@ -129,7 +131,6 @@ def test_llama_8b_takes_the_bytes_of_a_gpu_run() -> None:
     """
     plan = full_size(zero_stage=3, zero_variant="plain", offload="none")
     (role,) = rehearse(resolve(make_recipe(plan)), "0").roles
-    assert role.extrapolated
     assert role.step.device_peak_bytes / GIB == pytest.approx(45.04, rel=0.003)
     assert role.step.parts["gathered"] < 2.5 * GIB
     assert sum(role.step.parts.values()) == role.step.device_peak_bytes
@@ -159,6 +160,20 @@ def test_json_and_page_say_what_was_rehearsed(
     text = page.read_text()
     assert "rank 1" in text
     assert "fits: rank" in text
+
+
+def test_qlora_holds_4_bit_weights() -> None:
+    """Llama 8B on 8 devices with recompute: linear layers in 0.516 bytes per weight, tables and norms in 16 bits."""
+    plan = full_size() | {"strategy": {"name": "data_parallel", "micro_batch": 1, "recompute": "full"}}
+    plan["model"] |= {"init": "pretrained", "lora": {"rank": 16, "quantize": "4bit"}}
+    (role,) = rehearse(resolve(make_recipe(plan)), "0").roles
+    tables = 2 * 128_256 * 4096
+    linear = 8_030_261_248 - tables - 65 * 4096
+    quantized = linear / 2 + linear / 64 + 4 * linear / 64 / 256
+    adapters = 32 * 16 * (3 * (4096 + 14336) + 2 * (4096 + 4096) + 2 * (4096 + 1024))
+    expected = quantized + 2 * (tables + 65 * 4096 + adapters)
+    assert role.step.parts["params"] == pytest.approx(expected, rel=0.002)
+    assert role.step.device_peak_bytes / GIB == pytest.approx(8.0, rel=0.01)
 
 
 def test_ranks_that_do_not_exist_are_refused(recipe_mapping: dict[str, Any]) -> None:

@@ -28,6 +28,12 @@ DTYPES = {
 }
 
 
+WITH_CUDA_KERNELS = ("silu_backward", "mish_backward")
+"""Operators that torch 2.13 composes of others where a device has no kernel of its own; all that CPUs have one for."""
+_LIBRARY: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+"""Registrations end with this object."""
+
+
 class HostWaits:
     """Tells the ledger that the host waits for the device."""
 
@@ -128,6 +134,7 @@ def install(memory_bytes: int, name: str) -> None:
     # torch.tensor(3.0, device=...) would else be made on the device before the mode sees it.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment, method-assign]
     _use_cuda_keys()
+    _name_cuda_kernels()
     from deepspeed.accelerator import set_accelerator
 
     set_accelerator(_accelerator(memory_bytes, name))
@@ -181,6 +188,20 @@ def _use_cuda_keys() -> None:
 
     tensor: Any = torch.Tensor
     tensor._make_subclass = staticmethod(make_subclass)
+
+
+def _name_cuda_kernels() -> None:
+    """Tell the dispatcher which operators have a kernel on GPUs.
+
+    A CPU build of torch 2.13 has none for them, so autograd would take them apart into several operators, each with a
+    tensor of its own: three more of the width of the MLP per layer with SiLU.
+    """
+
+    def never_called(*_: Any) -> Any:
+        raise AssertionError("fake tensors are handled before a kernel is reached")
+
+    for name in WITH_CUDA_KERNELS:
+        _LIBRARY.impl(name, never_called, "CUDA")
 
 
 def attention(

@@ -25,6 +25,7 @@ from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.pipeline.split import find_layers
 from toolkit.runtime.rehearsal import fake_device, stand_ins
+from toolkit.runtime.rehearsal.known_results import KnownResults
 from toolkit.runtime.rehearsal.ledger import Ledger
 from toolkit.runtime.rehearsal.reduced import stage_layers
 from toolkit.runtime.rehearsal.report import Phase, RehearsalSpec, RoleReport
@@ -41,11 +42,13 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     stand_ins.install(spec, local, heard or [], said)
     lengths = _lengths(spec)
-    ledger = Ledger("cpu" if spec.backend == "cpu" else fake_device.NAME, _vocabularies(spec), lengths)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = "cpu" if spec.backend == "cpu" else fake_device.NAME
+    ledger = Ledger(device, KnownResults(mode), _vocabularies(spec), lengths)
     stand_ins.count_rng_states(ledger)
     if not spec.every_layer:
         stand_ins.shorten_loss(ledger)
-    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+    with mode, ledger:
         engine = _engine(spec, local)
         label(ledger, engine)
         phases = [ledger.finish("start"), *_steps(spec, engine, ledger)]

@@ -44,6 +44,7 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/engine/protocol.py", "<dictcomp>"): 1.0,
     ("toolkit/runtime/engine/protocol.py", "_read"): 1.0,
     ("toolkit/runtime/engine/replica.py", "evaluate"): 1.0,
+    ("toolkit/runtime/engine/training_state.py", "<listcomp>"): 1,
     ("toolkit/runtime/islands/engine.py", "evaluate"): 1.0,
     ("toolkit/runtime/models/micro_batch.py", "counted"): 1,
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,

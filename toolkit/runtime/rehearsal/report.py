@@ -62,6 +62,8 @@ class RehearsalSpec:
     """Steps of the learning-rate schedule."""
     head: HeadTrials | None = None
     """Set before ranks are rehearsed."""
+    only_shapes: tuple[int, ...] = ()
+    """Ranks that are run once, with few layers, for the shapes that the next stage receives; they are not reported."""
     every_layer: bool = False
     """Whether all layers and micro-batches are run; otherwise long models are extrapolated from short ones."""
 

@@ -57,7 +57,8 @@ def main(argv: list[str]) -> int:
     spec = replace(spec, head=trials)
     kinds = kinds_of_layers(spec.model)
     short = lengths(spec, kinds)
-    server = _Server(target, world, sum(map(len, stages)) * max(1, len(short)))
+    wanted = [[rank for rank in ranks if rank not in spec.only_shapes] for ranks in stages]
+    server = _Server(target, world, sum(map(len, wanted)) * max(1, len(short)) + len(spec.only_shapes))
     whole = stage_layers(spec, len(kinds))
     runs = server.run([reduced(spec, len(kinds), length) for length in short], stages)
     reports: list[Any] = []
@@ -103,7 +104,10 @@ class _Server:
         found: list[list[Any]] = []
         heard: list[Any] = []
         for ranks in stages if specs else []:
-            tasks = [(rank, number) for rank in ranks for number in reversed(range(len(specs)))]
+            passing = specs[0].only_shapes
+            tasks = [
+                (rank, number) for rank in ranks for number in reversed(range(1 if rank in passing else len(specs)))
+            ]
             reports: dict[tuple[int, int], Any] = {}
             running: dict[int, tuple[int, int]] = {}
             while tasks or running:
@@ -113,13 +117,17 @@ class _Server:
                 child, _ = os.wait()
                 task = running.pop(child)
                 reports[task] = self._report(task)
-            found += [[reports[rank, number] for number in range(len(specs))] for rank in ranks]
+            own = [rank for rank in ranks if rank not in passing]
+            found += [[reports[rank, number] for number in range(len(specs))] for rank in own]
+            found += [[one] for one in reports.values() if isinstance(one, RoleFailed) and one.rank in passing]
             if any(isinstance(report, RoleFailed) for report in reports.values()):
                 break
             heard = next((report.sent for report in reports.values() if report.sent), [])
         return found
 
     def _fork(self, spec: RehearsalSpec, task: tuple[int, int], heard: list[Any]) -> int:
+        if task[0] in spec.only_shapes:
+            spec = replace(spec, steps=1, evaluates=False)
         child = os.fork()
         if child == 0:
             _child(spec, task[0], self._world, heard, self._path(task))

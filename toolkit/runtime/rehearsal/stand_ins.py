@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as td
+from deepspeed.accelerator import get_accelerator
+from torch.utils.flop_counter import register_flop_formula
+from transformers import PreTrainedModel
 
 from toolkit.recipe.sections import Model
-from toolkit.runtime.distributed import process_group
+from toolkit.runtime.distributed import process_group, rng
 from toolkit.runtime.distributed.process_group import World
-from toolkit.runtime.models import attention, head_loss
+from toolkit.runtime.models import attention, build, head_loss
 from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.first_weights import Ranges
+from toolkit.runtime.models.parameter_shards import replace_parameter, sites
 from toolkit.runtime.pipeline import transfers
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.ledger import Ledger
@@ -26,17 +31,33 @@ META_NUMBERS = 256
 """Size of DeepSpeed 0.19.8's message with shapes (`TENSOR_META_SIZE`)."""
 RUN_BLOCKS = 3
 """Blocks of the vocabulary that a rehearsed loss runs."""
-WRAPPERS = ("bf16_optimizer", "zero.stage3", "zero.stage_1_and_2", "zero.muon.muon_optimizer", "pipe.engine")
-"""Modules of DeepSpeed that are imported before ranks are forked."""
+WRAPPERS = (
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "deepspeed.runtime.bf16_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.pipe.engine",
+)
+"""Modules that are imported before ranks are forked."""
 
 
 def prepare(spec: RehearsalSpec) -> None:
     """Register the device and import everything, before ranks are forked."""
     if spec.backend != "cpu":
         fake_device.install(spec.device_memory_bytes, spec.device_name)
+    import_all()
+    if _is_quantized(spec.model):
+        importlib.import_module("bitsandbytes.nn")  # makes tensors, which must not be fake
+        register_flop_formula(torch.ops.bitsandbytes.gemm_4bit)(_gemm_4bit_flops)
+
+
+def import_all() -> None:
+    """Import what every rank needs: several seconds, paid once."""
     process_group.skip_inference_build()
     for module in WRAPPERS:
-        importlib.import_module(f"deepspeed.runtime.{module}")
+        importlib.import_module(module)
 
 
 def head_trials(model: Model) -> HeadTrials:
@@ -82,6 +103,65 @@ class EmptyWeights:
         """A skeleton's buffers stay as they are."""
 
 
+def _is_quantized(section: Model) -> bool:
+    return section.lora is not None and section.lora.quantize == "4bit"
+
+
+def _gemm_4bit_flops(inputs: Any, _packed: Any, shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """FLOPs of a product with a 4-bit matrix of this shape; torch passes shapes instead of tensors."""
+    return int(2 * math.prod(inputs) * shape[0])
+
+
+def quantized_model(section: Model, seed: int, *, dequantized: bool = False) -> PreTrainedModel:
+    """`build_model` for a 4-bit base: bitsandbytes' layers with empty weights and constants of the right sizes.
+
+    transformers quantises fp32 tensors one by one on the device, so what is not quantised is there in fp32.
+    """
+    layers, rules = (
+        importlib.import_module(f"transformers.quantizers.{name}") for name in ("base", "quantizers_utils")
+    )
+    assert section.lora is not None
+    model, device = skeleton(section), get_accelerator().current_device_name()
+    kept, where = layers.get_keys_to_not_convert(model), sites(model)
+    for name, linear in model.named_modules():
+        if type(linear) is torch.nn.Linear and rules.should_convert_module(name, kept):
+            _quantize(linear, device)
+    for parameter in list(model.parameters()):
+        if parameter.dtype != torch.uint8:
+            replace_parameter(where, parameter, torch.empty(parameter.shape, dtype=torch.float32, device=device))
+    model.is_loaded_in_4bit = True
+    rng.seed(seed)
+    return build._with_adapters(model, section.lora, section.task)
+
+
+def _quantize(linear: Any, device: str) -> None:
+    """Make a linear layer one of bitsandbytes 0.50, without its constructor, whose parameters can't be fake."""
+    linear.__class__ = importlib.import_module("bitsandbytes.nn").Linear4bit
+    linear.compute_dtype, linear.compute_type_is_set = torch.bfloat16, True
+    linear.quant_state, linear.quant_storage, linear.support_avx512bf16_for_cpu = None, torch.uint8, False
+    linear.weight = _packed(tuple(linear.weight.shape), device)
+
+
+def _packed(shape: tuple[int, ...], device: str) -> Any:
+    """A matrix in nf4 with double quantisation, as `Params4bit` of bitsandbytes 0.50 holds it."""
+    QuantState = importlib.import_module("bitsandbytes.functional").QuantState  # noqa: N806 - a class
+
+    count = math.prod(shape)
+    blocks = -(-count // 64)
+    second = QuantState(
+        absmax=torch.empty(-(-blocks // 256), device=device), code=torch.empty(256, device=device), blocksize=256,
+        dtype=torch.float32,
+    )  # fmt: skip
+    packed: Any = torch.nn.Parameter(torch.empty((-(-count // 2), 1), dtype=torch.uint8, device=device), False)
+    packed.quant_state = QuantState(
+        absmax=torch.empty(blocks, dtype=torch.uint8, device=device), shape=torch.Size(shape),
+        code=torch.empty(16, device=device), blocksize=64, quant_type="nf4", dtype=torch.float32,
+        offset=torch.empty((), device=device), state2=second,
+    )  # fmt: skip
+    packed.compress_statistics, packed.quant_type = True, "nf4"
+    return packed
+
+
 def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]) -> None:
     """Replace what needs real numbers or other ranks: first weights, exchanged objects, shapes between stages.
 
@@ -98,6 +178,8 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     reads.answer_lists()
     reads.answer_packed_question(spec.rows == "packed")
     _weights()
+    if _is_quantized(spec.model):
+        _replace("toolkit.runtime", "build_model", quantized_model)
     _objects(world.size)
     _groups(world.rank)
     _stage_shapes(heard, said)

@@ -75,19 +75,26 @@ class PhaseClock:
 
 
 def inner(engine: Any) -> Any:
-    """DeepSpeed's engine inside an engine of ours; islands wrap the engine of a replica."""
-    is_plain = isinstance(engine, ReplicaEngine | PipelineEngine)
-    own: ReplicaEngine | PipelineEngine = engine if is_plain else engine._inner
-    return own._engine
+    """DeepSpeed's engine inside an engine of ours."""
+    return _replica(engine)._engine
+
+
+def _replica(engine: Any) -> ReplicaEngine | PipelineEngine:
+    """The engine itself; islands wrap the engine of a replica."""
+    own: ReplicaEngine | PipelineEngine = (
+        engine if isinstance(engine, ReplicaEngine | PipelineEngine) else engine._inner
+    )
+    return own
 
 
 def label(ledger: Ledger, engine: Any) -> None:
     """Sort what is alive between steps into weights, optimizer states, gradients and the rest."""
     deepspeed = inner(engine)
     wrapper = deepspeed.optimizer
-    base = engine.state.base
+    base = _replica(engine).state.base
     weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
     weights += [p.data for p in engine.module.parameters()] + list(engine.module.buffers())
+    weights += [tensor for p in engine.module.parameters() for tensor in _constants(getattr(p, "quant_state", None))]
     gradients = [p.grad for p in engine.module.parameters()] + [
         tensor for name, value in vars(wrapper).items() if "grad" in name for tensor in _tensors(value)
     ]
@@ -99,6 +106,13 @@ def label(ledger: Ledger, engine: Any) -> None:
         ledger.relabel(tensors, part)
         known |= {tensor.untyped_storage()._cdata for tensor in tensors if isinstance(tensor, torch.Tensor)}
     ledger.relabel_rest(known, "buckets")
+
+
+def _constants(state: Any) -> Iterator[torch.Tensor]:
+    """Constants of a 4-bit weight of bitsandbytes."""
+    while state is not None:
+        yield from _tensors([state.absmax, state.code, state.offset])
+        state = state.state2
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
