@@ -31,3 +31,20 @@ def test_fraction_linear_and_constant() -> None:
 def test_batch_scaling(scaling: str, expected: float) -> None:
     train = Train(steps=1, lr=1e-3, global_batch=64, base_batch=16, lr_scaling=scaling)  # type: ignore[arg-type]
     assert scaled_lr(train) == pytest.approx(expected)
+
+
+def test_stable_then_falling() -> None:
+    schedule = make_schedule(Train(steps=100, warmup=10.0, schedule="wsd", min_lr_ratio=0.0, decay_fraction=0.5), 100)
+    assert [schedule.factor(step) for step in (4, 10, 49)] == pytest.approx([0.5, 1.0, 1.0])
+    assert [schedule.factor(step) for step in (50, 75, 100)] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_restarts() -> None:
+    schedule = make_schedule(Train(steps=100, warmup=0.0, schedule="cosine_restarts", min_lr_ratio=0.2, cycles=2), 100)
+    assert [schedule.factor(step) for step in (0, 25, 50, 75, 100)] == pytest.approx([1.0, 0.6, 1.0, 0.6, 0.2])
+    assert schedule.factor(49) < 0.21, "the end of the first cosine"
+
+
+def test_inverse_square_root() -> None:
+    schedule = make_schedule(Train(steps=1000, warmup=10.0, schedule="inverse_sqrt"), 1000)
+    assert [schedule.factor(step) for step in (4, 9, 39, 999)] == pytest.approx([0.5, 1.0, 0.5, 0.1])

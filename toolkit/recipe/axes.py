@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 Offload = Literal["none", "cpu", "nvme", "cpu_params", "nvme_params"]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "offload"]
 ZeroVariant = Literal["plain", "hpz", "mics"]
 ZeroQuantized = Literal["none", "weights", "gradients", "both"]
 TensorBy = Literal["slices", "autotp"]
 
+RECOMPUTES: tuple[str, ...] = get_args(Recompute)
+"""From the fastest, which keeps most, to the slowest, which keeps least."""
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 ZERO_VARIANTS: tuple[str, ...] = get_args(ZeroVariant)
 ZERO_QUANTIZED: tuple[str, ...] = get_args(ZeroQuantized)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -119,7 +120,25 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")
 
 
+def _rate_problems(train: Train) -> Iterator[Problem]:
+    """Unused and impossible settings of learning rates and weight decay."""
+    for key, value, schedule in (
+        ("decay_fraction", train.decay_fraction, "wsd"),
+        ("cycles", train.cycles, "cosine_restarts"),
+    ):
+        if value is not None and train.schedule != schedule:
+            yield Problem(f"train.{key}", f"unused with schedule {train.schedule}; remove it, or use {schedule}")
+    for pattern, factor in (train.lr_multipliers or {}).items():
+        if not 0 < factor < math.inf:
+            yield Problem(f"train.lr_multipliers.{pattern}", f"{factor:g} given; a factor above 0 is required")
+    if train.optimizer == "onebit_adam" and (train.lr_multipliers or (train.weight_decay and train.decay != "all")):
+        key = "lr_multipliers" if train.lr_multipliers else "decay"
+        what = "onebit_adam exchanges all parameters as one group; use decay: all, and no lr_multipliers"
+        yield Problem(f"train.{key}", what)
+
+
 def _train_problems(train: Train) -> Iterator[Problem]:
+    yield from _rate_problems(train)
     yield from reduce_problems(train.reduce)
     yield from outer_problems(train.outer)
     yield from ramp_problems(train.batch_ramp, train.global_batch)

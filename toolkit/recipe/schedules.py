@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from toolkit.recipe.batch_sections import BatchRamp
 from toolkit.recipe.sections import Train
@@ -13,11 +15,24 @@ from toolkit.recipe.sections import Train
 class Schedule:
     """Linear warm-up, then `kind` down to `min_ratio` at `steps`."""
 
+    SHAPES: ClassVar[Mapping[str, Callable[[Schedule, float], float]]] = {
+        "cosine": lambda self, progress: 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": lambda self, progress: 1.0 - progress,
+        "constant": lambda self, progress: 1.0,
+        "wsd": lambda self, progress: min(1.0, (1.0 - progress) / self._falling),
+        "cosine_restarts": lambda self, progress: 0.5 * (1 + math.cos(math.pi * self._in_cycle(progress))),
+    }
+    """Kind → fraction of the way from `min_ratio` to the peak, by the fraction of steps after the warm-up."""
+
     kind: str
     steps: int
     warmup_steps: int
     min_ratio: float
     batches: Batches
+    decay_fraction: float = 0.2
+    """Fraction of all steps over which `wsd` falls."""
+    cycles: int = 1
+    """Cosines of `cosine_restarts`."""
     power: float = 0.0
     """Exponent by which the learning rate follows a growing batch: 0, 0.5 or 1."""
 
@@ -29,11 +44,19 @@ class Schedule:
     def _shape(self, step: int) -> float:
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        if self.kind == "constant":
-            return 1.0
+        if self.kind == "inverse_sqrt":
+            return math.sqrt(max(1, self.warmup_steps) / max(1, step + 1))
         progress = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
-        fall = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1.0 - progress
-        return self.min_ratio + (1.0 - self.min_ratio) * fall
+        return self.min_ratio + (1.0 - self.min_ratio) * self.SHAPES[self.kind](self, progress)
+
+    @property
+    def _falling(self) -> float:
+        """Fraction of the steps after the warm-up over which `wsd` falls."""
+        return min(1.0, self.decay_fraction * self.steps / max(1, self.steps - self.warmup_steps))
+
+    def _in_cycle(self, progress: float) -> float:
+        """Position inside a cosine of `cosine_restarts`; the end of all steps is the end of the last one."""
+        return 1.0 if progress >= 1.0 else progress * self.cycles % 1.0
 
 
 def make_schedule(train: Train, steps: int) -> Schedule:
@@ -44,6 +67,8 @@ def make_schedule(train: Train, steps: int) -> Schedule:
         steps=steps,
         warmup_steps=min(warmup, steps),
         min_ratio=train.min_lr_ratio,
+        decay_fraction=train.decay_fraction or 0.2,
+        cycles=train.cycles or 2,
         batches=Batches(train.global_batch, train.batch_ramp),
         power={"none": 0.0, "sqrt": 0.5, "linear": 1.0}[train.lr_scaling],
     )

@@ -26,6 +26,12 @@ class Lora:
     """Scale of the adapters; the effective scale is alpha / rank."""
     dropout: float = number(0.0, least=0, most=1)
     """Dropout before each adapter."""
+    rslora: bool = False
+    """Scale adapters by alpha / √rank instead (rank-stabilised LoRA), which suits large ranks."""
+    lr_ratio: float = number(1.0, above=0)
+    """Learning rate of each adapter's second matrix, which starts at zero, relative to the first's (LoRA+: 16)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Names of modules that are trained completely, beside the adapters, such as `lm_head`."""
     targets: tuple[str, ...] | str = "auto"
     """Module names that get an adapter; `auto`: every linear layer except the head."""
     quantize: Literal["none", "4bit"] = "none"
@@ -48,6 +54,12 @@ class Model:
     """Attention kernel. `auto`: torch's flash kernel of variable length on GPUs, SDPA per document elsewhere; `sdpa`:
     SDPA per document; `flash_attention_2`, `flash_attention_3`: of that package; `eager`, `flex`: transformers' own.
     Documents never attend to each other, whatever the kernel."""
+    kernels: Literal["auto", "none", "liger"] = "auto"
+    """Fused kernels for norms, rotary embeddings and gated MLPs. `liger`: those of liger-kernel that a trial on a tiny
+    model shows to be exact; `auto`: the same on GPUs where it is installed, else none."""
+    compile: Literal["none", "layers"] = "none"
+    """`layers`: torch.compile for each decoder layer, if a trial on a tiny model shows one graph per layer and the same
+    results. Not under ZeRO 3. Slow to start: minutes on busy cores; no gain was measured on CPUs."""
     lora: Lora | None = None
     """Train adapters only."""
     task: Task | None = None
@@ -128,16 +140,26 @@ class Train:
     """Added to the square root of the second moment."""
     weight_decay: float = number(0.0, least=0)
     """Decoupled weight decay."""
+    decay: Literal["matrices", "all"] = "matrices"
+    """What weight decay applies to: matrices and tables only, so neither norms nor biases, or all parameters."""
+    lr_multipliers: dict[str, float] | None = None
+    """Learning rates of some parameters relative to `lr`: patterns of names (`*.embed_tokens.*`) and factors; the first
+    pattern that matches a name counts."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate follows `global_batch` relative to `base_batch`."""
     base_batch: int | None = number(None, least=1)
     """Batch size that `lr` was tuned for; required by `lr_scaling`."""
     batch_ramp: BatchRamp | None = None
     """Start with a smaller batch and grow it; with `lr_scaling`, the learning rate follows the batch of each step."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "cosine_restarts", "inverse_sqrt"] = "cosine"
+    """Shape of the learning rate after the warm-up. `wsd`: constant, then a linear fall over the last `decay_fraction`
+    of all steps; `cosine_restarts`: `cycles` cosines in a row; `inverse_sqrt`: √(warm-up steps / step)."""
     min_lr_ratio: float = number(0.1, least=0, most=1)
-    """Final learning rate relative to the peak, for `cosine` and `linear`."""
+    """Final learning rate relative to the peak; not for `constant` and `inverse_sqrt`."""
+    decay_fraction: float | None = number(None, above=0, most=1)
+    """Fraction of all steps over which `wsd` falls; default: 0.2."""
+    cycles: int | None = number(None, least=1)
+    """Cosines of `cosine_restarts`; default: 2."""
     warmup: float = number(0.03, least=0)
     """Warm-up: a fraction of all steps if below 1, otherwise a number of steps."""
     grad_clip: float = number(1.0, least=0)
@@ -197,7 +219,8 @@ class StrategySection:
     grad_accum: int | None = number(None, least=1)
     """Micro-batches per step."""
     recompute: Recompute | None = None
-    """Which activations are recomputed in the backward pass."""
+    """What layers recompute in the backward pass: nothing; element-wise work (`selective`: outputs of matrix products
+    and attention are kept); everything from the input (`full`); or everything, with inputs on the host (`offload`)."""
     tensor_by: TensorBy | None = None
     """What shards matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
     islands: int | None = number(None, least=1)

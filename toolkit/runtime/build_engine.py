@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,22 +19,28 @@ from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
+from toolkit.runtime.engine.parameter_groups import with_adapter_rate
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.replica import ReplicaEngine, ReplicaParts
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
+from toolkit.runtime.layers import compiled_layers, fused_kernels
+from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
     build_in_place,
     build_model,
     can_start_in_place,
     check_same_weights,
+    emptied,
     fill,
     freed_at_once,
-    open_weights,
-    recompute_layers,
+    hollow_model,
+    open_skeleton,
     skeleton,
+    unadapted,
 )
+from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
@@ -42,6 +48,7 @@ from toolkit.runtime.pipeline.split import analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
+from toolkit.runtime.sharding.styles import is_wrapped
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head
 
@@ -64,6 +71,7 @@ class EngineSpec:
 def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
     mesh = _mesh(spec, world)
+    spec = replace(spec, train=with_adapter_rate(spec.train, spec.model.lora))
     with freed_at_once():
         if spec.plan.pp > 1:
             return _pipeline(spec, mesh)
@@ -91,8 +99,8 @@ def _sharded_model(spec: EngineSpec) -> torch.nn.Module:
     """This rank's ZeRO 3 shards; the full model is never on one rank."""
     dtype = DTYPES[spec.plan.precision]
     model: torch.nn.Module = sharded_model(spec.model, spec.train.seed, spec.deepspeed, dtype)
-    if spec.plan.recompute == "full":
-        recompute_layers(model)
+    fused_kernels.install(model, spec.model)
+    recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
     return model
 
 
@@ -105,14 +113,15 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
     else:
         model = build_model(spec.model, spec.train.seed)
     check_same_weights(dict(model.named_parameters()))
-    if spec.plan.recompute == "full":
-        recompute_layers(model)
+    fused_kernels.install(model, spec.model)
+    recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
     return model
 
 
 def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
+    compiled_layers.install(model, spec.model)
     loss = _loss_in_head(spec, model)
     if spec.plan.islands > 1:
         parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss)
@@ -130,12 +139,13 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
-    model = skeleton(spec.model)
+    model, weights = open_skeleton(spec.model, spec.train.seed)
+    fused_kernels.install(model, spec.model)
     loss = _sharded(spec, model, group)
-    _fill_own(model, spec)
+    _fill_own(model, spec, weights)
     sum_partial_gradients(model, group)
-    if spec.plan.recompute == "full":
-        recompute_layers(model)
+    recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
+    compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
     parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
@@ -143,11 +153,13 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 
 def _fill_own(
-    model: PreTrainedModel, spec: EngineSpec, named: Mapping[str, torch.nn.Parameter] | None = None
+    model: PreTrainedModel,
+    spec: EngineSpec,
+    weights: Weights,
+    named: Mapping[str, torch.nn.Parameter] | None = None,
 ) -> dict[str, torch.nn.Parameter]:
     """Give a rank's part of a skeleton its weights, one tensor at a time, in the run's precision on its device."""
-    weights, device = open_weights(spec.model, spec.train.seed), get_accelerator().current_device_name()
-    dtype = DTYPES[spec.plan.precision]
+    device, dtype = get_accelerator().current_device_name(), DTYPES[spec.plan.precision]
     filled = fill(model, weights, named, place=lambda own: own.to(device=device, dtype=dtype))
     weights.fill_buffers(model)
     check_same_weights(filled)
@@ -163,20 +175,22 @@ def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     plan, seed = spec.plan, spec.train.seed
-    model = skeleton(spec.model)
+    model, weights = open_skeleton(spec.model, seed)
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
-    split = analyse(skeleton(spec.model), tuple(bounds))
+    split = analyse(emptied(hollow_model(spec.model, seed)), tuple(bounds))
+    fused_kernels.install(model, spec.model)
     group = tensor_group(mesh) if plan.tp > 1 else None
     if group:
-        loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[name])
+        prefix = ADAPTED if spec.model.lora else ""
+        loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[prefix + name])
     else:
         loss = _loss_in_head(spec, model)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
-    stage.parameters_by_name = _fill_own(model, spec, stage.parameters_by_name)
+    stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)
-    if plan.recompute == "full":
-        recompute_layers(model)
+    recompute_layers(model, plan.recompute)
+    compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
     return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
@@ -184,7 +198,7 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 def _loss_in_head(spec: EngineSpec, model: Any) -> Loss:
     """The loss that the head computes block by block; over complete logits if the model does not allow it."""
-    base = model.get_base_model() if spec.model.lora is not None else model
+    base: Any = unadapted(model, spec.model)
     reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
     if reason:
         print(f"the loss is computed from complete logits: {reason}")
@@ -198,12 +212,14 @@ def _sharded(
     spec: EngineSpec, model: Any, group: TensorGroup, owned: Callable[[str], bool] = lambda name: True
 ) -> Loss:
     """Reduce a skeleton to this rank's shards; a head that is sliced by vocabulary computes the loss."""
-    reason = head_loss.why_not(spec.model) or head_loss.unfit_head(model)
-    loss = shard(model, group, owned, sliced_logits=not reason or follows_head(spec.model))
+    base = unadapted(model, spec.model)
+    reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
+    plain = None if base is model else skeleton(spec.model)
+    loss = shard(base, group, owned, sliced_logits=not reason or follows_head(spec.model), plain=plain)
     if reason or not isinstance(loss, VocabularyLoss):
         print(f"the loss is computed from logits: {reason or 'the head is not sliced by vocabulary'}")
         return loss
-    return loss_in_shards(model, group, loss)
+    return loss_in_shards(base, group, loss)
 
 
 def tensor_group(mesh: Mesh) -> TensorGroup:

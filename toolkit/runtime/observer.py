@@ -15,6 +15,7 @@ from toolkit.plans.noise_scale import NoiseScale, advice
 from toolkit.recipe.schedules import Batches
 from toolkit.runtime.between_steps import FinishedStep
 from toolkit.runtime.engine.protocol import StepResult
+from toolkit.runtime.layers.compiled_layers import compiled_graphs
 from toolkit.runtime.metrics.memory import MemoryMeter
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.metrics.step_breakdown import StepMeter
@@ -87,6 +88,7 @@ class Observer:
             wall_seconds=split.wall_seconds,
             parts=split.parts,
             grad_sync_seconds=split.grad_sync_seconds,
+            compiled_graphs=compiled_graphs(),
             skipped=int(result.skipped),
             loss_scale=result.loss_scale,
             noise_scale_sequences=self._noise_of(number, result),

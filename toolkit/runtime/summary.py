@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.run_dir.layout import RunDir, RunSpec
 from toolkit.run_dir.predicted_vs_measured import Circumstances, ComparisonRow, compare, compare_memory, explain
 from toolkit.runtime.distributed.process_group import gather_objects
+from toolkit.runtime.layers.fused_kernels import kernels_of
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.observer import Observer
 
@@ -124,6 +125,8 @@ def summarise(spec: RunSpec, run: RunDir, observer: Observer, end: RunEnd) -> di
         "measured": {"step_seconds": recorder.typical_step_seconds(), "memory_bytes": max(peaks)},
         "memory_bytes_by_rank": peaks,
         "memory_parts": compare_memory(spec.predicted_memory, max(by_rank, key=lambda one: one[0])[1]),
+        "kernels": list(kernels_of(spec.recipe.model)) if end.status in ("done", "preempted") else [],
+        "compile": spec.recipe.model.compile,
         "run_dir": str(run.path),
         **observer.noise_summary(),
     }

@@ -114,7 +114,7 @@ def test_no_byte_is_written_twice_and_ranks_share_the_work(source: Any) -> None:
 
 
 def test_the_whole_run_continues_in_its_directory(train: Trainer, source: Any, tmp_path: Path) -> None:
-    """After a crash at step 6 or so: metrics have no step twice, and the newest checkpoint goes on."""
+    """After a crash at step 6 or so: metrics have no step twice, and the newest checkpoint can be resumed."""
     origin = source("zero2@2")
     directory = tmp_path / "again"
     shutil.copytree(origin.run.path, directory)

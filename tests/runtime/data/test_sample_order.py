@@ -1,4 +1,4 @@
-"""One order for every world: nothing is repeated, nothing skipped, whatever stops and goes on."""
+"""One order for every world: nothing is repeated, nothing skipped, whatever stops and resumes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ EPOCHS = "train={global_batch: 8, epochs: 2, lr: 0.01}"
 
 
 def test_real_runs_take_the_same_samples_and_lose_none_when_stopped(train: Trainer, tmp_path: Path) -> None:
-    """Two epochs, stopped twice, going on with other processes under other strategies: as one process took them."""
+    """Two epochs, stopped twice, resumed with other processes under other strategies: as one process took them."""
     given = (EPOCHS, "metrics.sample_ids=true", "data.seq_len=60")
     one = steps_of(train(*given, strategy("zero", 1), nproc=1).run)
     for stop, name, world in [(4, "zero", 2), (9, "pipeline", 4), (None, "tensor_parallel", 2)]:

@@ -23,10 +23,11 @@ from toolkit.runtime.data.packing import check_isolated
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.samples import Synthetic
 from toolkit.runtime.distributed.process_group import current_world
+from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models import attention, attention_kernels
 from toolkit.runtime.models.attention import NAMES, forward
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
-from toolkit.runtime.models.build import build_model, recompute_layers
+from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.pipeline.split import find_layers

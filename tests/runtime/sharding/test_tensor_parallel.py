@@ -11,6 +11,7 @@ from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run, trai
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Model
 from toolkit.run_dir.trajectory import Trajectory
+from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models.build import fill, open_weights, skeleton
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.proofs.coverage import tiny_model
@@ -92,7 +93,7 @@ def test_collectives_of_one_rank_change_nothing() -> None:
     assert torch.equal(TensorGroup(None, 0, 1).cut(tensor), tensor)
 
 
-def reductions_on_rank() -> tuple[int, int, int]:
+def reductions_on_rank(recompute: str) -> tuple[int, int, int]:
     """Layers of a Llama, and reductions of hidden states in its forward and its backward pass."""
     section = tiny_model("llama")
     shards = skeleton(section)
@@ -101,6 +102,7 @@ def reductions_on_rank() -> tuple[int, int, int]:
     assert isinstance(vocabulary, VocabularyLoss)
     loss = loss_in_shards(shards, group, vocabulary)
     fill(shards, open_weights(section, 0))
+    recompute_layers(shards.train(), recompute)
     ids = torch.arange(8).view(1, 8)
     seen: list[int] = []
     reduce = collectives.dist.all_reduce
@@ -118,10 +120,14 @@ def reductions_on_rank() -> tuple[int, int, int]:
     return shards.config.num_hidden_layers, forward, seen.count(hidden) - forward
 
 
-def test_every_input_of_a_sharded_region_is_reduced_once() -> None:
-    """Query, key and value share an input, and so do gate and up: 2 reductions per layer and direction, and 1."""
-    for layers, forward, backward in call_on_ranks(reductions_on_rank, nproc=2):
-        assert (forward, backward) == (2 * layers + 1, 2 * layers + 1)
+@pytest.mark.parametrize(("recompute", "again"), [("none", 0), ("selective", 0), ("full", 1), ("offload", 1)])
+def test_every_input_of_a_sharded_region_is_reduced_once(recompute: str, again: int) -> None:
+    """Query, key and value share an input, and so do gate and up: 2 reductions per layer and direction, and 1.
+
+    A layer that is recomputed in full sums the output of attention once more; its own output is not needed again.
+    """
+    for layers, forward, backward in call_on_ranks(reductions_on_rank, recompute, nproc=2):
+        assert (forward, backward) == (2 * layers + 1, (2 + again) * layers + 1)
 
 
 def order_on_rank() -> list[str]:

@@ -90,7 +90,7 @@ def enter_with_secret(argv: tuple[str, ...], env: dict[str, str]) -> None:
 
 
 def test_three_resumes_are_one_run_without_doubled_points(train: Trainer, tmp_path: Path) -> None:
-    """Killed in the middle of a step, twice, and asked to go on after the end: each time from a checkpoint."""
+    """Killed in the middle of a step, twice, and asked to resume after the end: each time from a checkpoint."""
     axes = (*WANDB, "checkpoint.every=3")
     run = tmp_path / "run"
     for _ in range(2):

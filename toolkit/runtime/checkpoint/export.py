@@ -121,6 +121,7 @@ def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtyp
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
         target_modules=sorted(targets),
         modules_to_save=sorted(whole) or None,
         task_type=ADAPTER_TASKS.get(section.task or "", "CAUSAL_LM"),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from toolkit.errors import BadInput
+from toolkit.errors import BadInput, NoPlanFits
 from toolkit.runtime.distributed.process_group import World, broadcast_object, gather_objects
 
 TIMEOUT = datetime.timedelta(days=2)
@@ -60,16 +60,20 @@ class AllRanks:
 
 
 def answer_of_rank_zero(find: Callable[[], str], rank: int, group: Any = None) -> str:
-    """Call `find` on rank 0; every rank gets its answer, or the same `BadInput`. Collective."""
+    """Call `find` on rank 0; every rank gets its answer, or the same `BadInput` or `NoPlanFits`. Collective."""
     answer: dict[str, Any] = {}
     if rank == 0:
         try:
             answer = {"found": find()}
         except BadInput as error:
             answer = {"error": error.to_json()}
+        except NoPlanFits as error:
+            answer = {"refused": str(error)}
     answer = broadcast_object(answer, group)
     if "error" in answer:
         raise BadInput.from_json(answer["error"])
+    if "refused" in answer:
+        raise NoPlanFits(answer["refused"])
     return str(answer["found"])
 
 

@@ -7,7 +7,7 @@ LAMB and LARS scale each layer's update by norms of that layer. A sharded optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[torch.Tensor], rule: Rule, train: Train, lr: float) -> None:
         self._rule, self._train = rule, train
         self._layers: Layers | None = None
-        super().__init__(parameters, {"lr": lr})
+        super().__init__(parameters, {"lr": lr, "weight_decay": train.weight_decay})
 
     def begin(self, layers: Layers) -> None:
         """Take steps from now on."""
@@ -81,9 +81,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if self._layers is None:
             return
         for group in self.param_groups:
+            train = replace(self._train, weight_decay=float(group["weight_decay"]))
             for weight in group["params"]:
                 if weight.grad is not None:
-                    change = self._rule(weight, weight.grad, self.state[weight], self._train, self._layers)
+                    change = self._rule(weight, weight.grad, self.state[weight], train, self._layers)
                     weight.sub_(change, alpha=float(group["lr"]))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from toolkit.recipe.schedules import Schedule
+from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import HostSum, device
@@ -18,6 +18,7 @@ from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_c
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
+from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
@@ -70,7 +71,7 @@ class ReplicaEngine:
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            model_parameters=parameter_groups(model.named_parameters(), train, scaled_lr(train)),
             config=config,
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),

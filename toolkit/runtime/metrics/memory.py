@@ -117,7 +117,9 @@ def live_tensor_bytes() -> int:
 
 
 def _add(storages: dict[int, int], tensor: torch.Tensor) -> None:
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse and meta tensors have no storage
+    if tensor.is_meta:  # has a size, but no bytes
+        return
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
 

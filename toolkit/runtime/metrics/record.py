@@ -45,6 +45,9 @@ class Record:
     """What the accelerator's allocator held at that peak, fragments included; 0 on a CPU."""
     memory_now_bytes: int = 0
     """Held by tensors when the step ended; on a CPU, by the process."""
+    compiled_graphs: int | None = None
+    """Graphs that torch.compile has made on this rank so far, where `model.compile` asks for it; if it grows after the
+    first steps, shapes change and layers are compiled again."""
     skipped: int = 0
     """1: no update was made, because gradients overflowed in fp16."""
     loss_scale: float | None = None

@@ -207,10 +207,10 @@ def _known_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
     return documents.numbers(position_ids.device)
 
 
-def register() -> None:
-    """Make the attention of every kernel known to transformers."""
+def register(wrap: Callable[[Any], Any] = lambda function: function) -> None:
+    """Make the attention of every kernel known to transformers; `wrap` keeps a compiler out of it."""
     for kernel, name in NAMES.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, functools.partial(_attention, kernel))
+        ALL_ATTENTION_FUNCTIONS.register(name, wrap(functools.partial(_attention, kernel)))
         masking.ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
     masking.find_packed_sequence_indices = _known_documents
 
@@ -283,7 +283,7 @@ def _trial(values: dict[str, Any], task: str | None) -> str:
     ours.set_attn_implementation(NAMES["by_document"])
     if ours.config._attn_implementation != NAMES["by_document"]:
         return "it does not use transformers' registry of attention functions"
-    return max((_difference(own, ours, micro) for micro in _trial_batches()), key=len)
+    return max((_difference(own, ours, micro) for micro in trial_batches()), key=len)
 
 
 def _tiny(builder: Any, config: PretrainedConfig) -> Any:
@@ -291,7 +291,7 @@ def _tiny(builder: Any, config: PretrainedConfig) -> Any:
     return builder.from_config(config, dtype=torch.float32).eval()
 
 
-def _trial_batches() -> list[MicroBatch]:
+def trial_batches() -> list[MicroBatch]:
     """Rows that are plain, padded on the right, and packed with different bounds."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY - 1, (2, 12), generator=generator)
@@ -316,13 +316,13 @@ def _difference(own: Any, ours: Any, micro: MicroBatch) -> str:
     differences = []
     for way in ways:
         try:
-            expected = _outcome(own, way, micro)
+            expected = outcome(own, way, micro)
         except Exception:
             if micro.attention_mask is None and micro.position_ids is None:
                 raise
             continue  # this type takes no such batch, so it is never trained on one
-        found = _outcome(ours, lambda: forward(ours, micro).logits, micro)
-        differences.append(_largest(expected, found))
+        found = outcome(ours, lambda: forward(ours, micro).logits, micro)
+        differences.append(largest_difference(expected, found))
     least = min(differences, default=0.0)
     return "" if least <= TOLERANCE else f"results on {_named(micro)} rows differ by {least:.1e}"
 
@@ -336,7 +336,7 @@ def _alone(model: Any, micro: MicroBatch) -> torch.Tensor:
     return logits.view(*micro.input_ids.shape, -1)
 
 
-def _outcome(model: Any, run: Callable[[], torch.Tensor], micro: MicroBatch) -> list[torch.Tensor | None]:
+def outcome(model: Any, run: Callable[[], torch.Tensor], micro: MicroBatch) -> list[torch.Tensor | None]:
     """Logits of real tokens, and the gradients of their weighted sum."""
     model.zero_grad()
     logits = run()
@@ -346,7 +346,7 @@ def _outcome(model: Any, run: Callable[[], torch.Tensor], micro: MicroBatch) -> 
     return [logits.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-def _largest(expected: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> float:
+def largest_difference(expected: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> float:
     """Largest difference, relative to the largest value of each tensor, or to 1 % of the largest gradient."""
     floor = 1e-2 * max((float(a.abs().max()) for a in expected[1:] if a is not None), default=0.0)
     worst = 0.0

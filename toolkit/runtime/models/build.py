@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Lora, Model
@@ -48,6 +49,8 @@ BUILDERS: dict[str | None, Any] = {
 """Model class of each task."""
 TRANSFORMERS_NAMES = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
 """`model.attention` → what a model is built with; the rest is set by `attention.install`."""
+LINEAR = (torch.nn.Linear, Conv1D)
+"""Kinds of linear layers in transformers' models."""
 ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None}
 
 
@@ -98,9 +101,30 @@ def hollow_model(section: Model, seed: int) -> PreTrainedModel:
 
 
 def weights_of(model: torch.nn.Module, section: Model, seed: int) -> Weights:
-    """The source of the first weights of a hollow model."""
+    """The source of the first weights of a hollow model. Adapters are those of the model, complete, as they are now."""
     weights = open_weights(section, seed)
     return weights if section.lora is None else AdaptedWeights(weights, model)
+
+
+def open_skeleton(section: Model, seed: int) -> tuple[PreTrainedModel, Weights]:
+    """A model to be cut into shards or stages, adapters included, without weights; and their source."""
+    model = hollow_model(section, seed)
+    weights = weights_of(model, section, seed)
+    return emptied(model), weights
+
+
+def emptied(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with all parameters on the meta device: a slice of a hollow one would take bytes."""
+    where = sites(model)
+    for parameter in list(model.parameters()):
+        replace_parameter(where, parameter, torch.empty_like(parameter, device="meta"))
+    return model
+
+
+def unadapted(model: Any, section: Model) -> PreTrainedModel:
+    """The Hugging Face model inside a model with adapters; the model itself without adapters."""
+    base: PreTrainedModel = model if section.lora is None else model.get_base_model()
+    return base
 
 
 def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreTrainedModel:
@@ -219,19 +243,21 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreT
     from peft import LoraConfig, get_peft_model
 
     targets = "all-linear" if lora.targets == "auto" else lora.targets
+    linears = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, LINEAR)})
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
+        use_rslora=lora.rslora,
+        modules_to_save=list(lora.modules_to_save) or None,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type=ADAPTER_TASKS.get(task or "", "CAUSAL_LM"),
     )
-    return get_peft_model(model, config)
-
-
-def recompute_layers(model: PreTrainedModel) -> None:
-    """Recompute layers in the backward pass: only their inputs are kept."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        known = f"{first_line(error)}; linear layers of this model: {', '.join(linears)}"
+        raise BadInput("model.lora.targets", known) from None
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

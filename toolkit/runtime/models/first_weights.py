@@ -155,12 +155,12 @@ class AdaptedWeights:
     def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._either(
             parameters,
-            self._own.__getitem__,
+            lambda name: own_slice(parameters[name], self._own[name]),
             lambda base, own: self._base.read_slices({name: parameters[own[name]] for name in base}),
         )
 
     def fill_buffers(self, model: torch.nn.Module) -> None:
-        self._base.fill_buffers(model.get_submodule(_ADAPTED))
+        self._base.fill_buffers(model.get_submodule(ADAPTED.removesuffix(".")))
 
     def _either(
         self, names: Iterable[str], own: Callable[[str], Any], read: Callable[[Any, Any], Any]
@@ -187,8 +187,8 @@ def _cut(weights: Weights, parameters: Mapping[str, torch.Tensor]) -> Iterator[t
         yield name, own_slice(parameters[name], full)
 
 
-_ADAPTED = "base_model.model"
-"""Where peft 0.21 keeps the model that it has given adapters."""
+ADAPTED = "base_model.model."
+"""What peft 0.21 puts before the names of a model that it has given adapters."""
 
 
 def _is_adapter(name: str) -> bool:
@@ -199,7 +199,7 @@ def _base_name(name: str) -> str:
     """Name in the model of a parameter that peft has wrapped: a linear layer, or a head that is trained as a copy."""
     for inner in (".base_layer", ".original_module", ".modules_to_save.default"):
         name = name.replace(inner, "")
-    return name.removeprefix(f"{_ADAPTED}.")
+    return name.removeprefix(ADAPTED)
 
 
 def fresh_tensors(model: PreTrainedModel, names: Iterable[str], seed: int) -> dict[str, torch.Tensor]:

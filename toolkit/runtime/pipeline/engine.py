@@ -12,13 +12,14 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from toolkit.recipe.schedules import Schedule
+from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.engine import gradient_reduction
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter
 from toolkit.runtime.engine.optimizers import own_optimizer
+from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.replica import count_tokens
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, placed
@@ -50,7 +51,7 @@ class PipelineEngine:
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            model_parameters=[p for p in module.parameters() if p.requires_grad],
+            model_parameters=parameter_groups(stage.parameters_by_name.items(), train, scaled_lr(train)),
             config=config,
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),

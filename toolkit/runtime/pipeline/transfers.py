@@ -104,7 +104,7 @@ class Transfers:
         operations += [point(torch.distributed.irecv, tensor, rank) for tensor, rank in shares]
         with part(self.clock, RECEIVE if received else "pp_comm"):
             works = torch.distributed.batch_isend_irecv(operations)
-            if received:  # on a device this orders streams; the host goes on
+            if received:  # on a device this orders streams; the host continues
                 for work in works:
                     work.wait()
         if not received:

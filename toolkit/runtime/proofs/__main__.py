@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Model
+from toolkit.recipe.sections import Lora, Model
 from toolkit.runtime.proofs.coverage import try_autotp
 from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
 
@@ -15,7 +15,8 @@ from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
 def main() -> int:
     """Read the question from standard input; print the verdict as the last line of standard output."""
     question = json.load(sys.stdin)
-    section, axes = Model(**{**question["model"], "lora": None}), Axes(**question["axes"])
+    given, axes = question["model"], Axes(**question["axes"])
+    section = Model(**{**given, "lora": Lora(**given["lora"]) if given["lora"] else None})
     by_autotp = axes.tensor_by == "autotp"
     verdict = try_autotp(tiny_model_section(section, axes), axes.tp) if by_autotp else prove(section, axes)
     print(json.dumps(asdict(verdict)))

@@ -7,9 +7,10 @@ agrees with the unsplit model up to rounding; a wrong one is reported with the p
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,17 @@ from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import forward, without_gpu
-from toolkit.runtime.models.build import build_model, fill, load_config, open_weights, skeleton
+from toolkit.runtime.models.build import (
+    build_model,
+    emptied,
+    fill,
+    hollow_model,
+    load_config,
+    skeleton,
+    unadapted,
+    weights_of,
+)
+from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, layout_of
@@ -38,6 +49,8 @@ TOLERANCE = 1e-4
 FLOOR = 1e-6
 """Gradients below this fraction of the global norm are rounding errors themselves."""
 SEED = 0
+RANK = 4
+"""Largest rank of a tiny model's adapters."""
 
 
 class ThreadGroup(SequenceGroup):
@@ -95,6 +108,7 @@ def tiny_model_section(section: Model, axes: Axes) -> Model:
         attention=without_gpu(section.attention),
         task=section.task,
         num_labels=section.num_labels,
+        lora=section.lora and replace(section.lora, rank=min(section.lora.rank, RANK), dropout=0.0, quantize="none"),
     )
 
 
@@ -138,7 +152,7 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
     used, losses, gradients = [], [], []
     for batch in probe_batches(tiny.task, load_config(tiny)):
         micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
-        model = _exact(build_model(tiny, SEED), kind)
+        model = _exact(_stirred(build_model(tiny, SEED)), kind)
         try:
             loss = summed_loss(forward(model, micro).logits.double(), micro.labels)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -193,19 +207,18 @@ class _Part:
 
 
 def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
-    weights, sliced = open_weights(tiny, SEED), group is not None and follows_head(tiny)
+    weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
     if pp == 1:
-        model = skeleton(tiny)
-        loss = shard(model, group, sliced_logits=sliced) if group else summed_loss
+        model = emptied(hollow_model(tiny, SEED))
+        loss = _cut(tiny, model, group)
         fill(model, weights)
         return _Part([_finished(model, group, kind)], loss)
     bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
-    split = analyse(skeleton(tiny), bounds)
+    split = analyse(emptied(hollow_model(tiny, SEED)), bounds)
     stages = []
     for index in range(pp):
-        model = skeleton(tiny)
-        owned = _owned_by(split.owners, index)
-        loss = shard(model, group, owned, sliced_logits=sliced) if group else summed_loss
+        model = emptied(hollow_model(tiny, SEED))
+        loss = _cut(tiny, model, group, _owned_by(split.owners, index, ADAPTED if tiny.lora else ""))
         stage = Stage(model, split, index, kind, loss)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
         _finished(model, group, kind)
@@ -213,8 +226,26 @@ def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) ->
     return _Part(stages)
 
 
-def _owned_by(owners: Any, stage: int) -> Callable[[str], bool]:
-    return lambda name: stage in owners[name]
+def _owned_by(owners: Any, stage: int, prefix: str) -> Callable[[str], bool]:
+    return lambda name: stage in owners[prefix + name]
+
+
+def _cut(tiny: Model, model: Any, group: TensorGroup | None, owned: Callable[[str], bool] = lambda name: True) -> Loss:
+    """Reduce a tiny model to a tensor rank's shards, if there are several; return the loss for its logits."""
+    if group is None:
+        return summed_loss
+    plain = skeleton(tiny) if tiny.lora else None
+    return shard(unadapted(model, tiny), group, owned, sliced_logits=follows_head(tiny), plain=plain)
+
+
+def _stirred(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with adapters that change its output: new ones are zero, and would hide wrong shards."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def _finished(model: PreTrainedModel, group: TensorGroup | None, kind: torch.dtype) -> PreTrainedModel:

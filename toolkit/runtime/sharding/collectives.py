@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import torch
 from torch.nn.functional import linear, pad
 
+from toolkit.runtime.layers.recompute import is_summed, keeps_products, note_sum
 from toolkit.runtime.models.parameter_shards import shares
 
 
@@ -45,10 +46,13 @@ class TensorGroup:
             known = self._read = (weakref.ref(x), mode, entered, reduction)
         return _Linear.apply(known[2], weight, bias, known[3])  # type: ignore[no-untyped-call, no-any-return]
 
-    def forget(self, reduction: Reduction) -> None:
-        """Let go of a value whose gradient is done: it would hold its memory until the next forward pass."""
-        if self._read is not None and self._read[3] is reduction:
-            self._read = None
+    def forget(self) -> None:
+        """Let go of the last value that was read: a gradient is done, so this is a backward pass.
+
+        The value would hold its memory until the next forward pass. In a layer that is recomputed it is not the one
+        whose gradient is done, but its copy, with the graph of all that was recomputed before it.
+        """
+        self._entered = self._read = None
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
         """Start a sum over ranks in a contiguous tensor; `wait` of what is returned ends it."""
@@ -122,7 +126,7 @@ class Reduction:
 
     def finish(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """The sum over ranks. If not every linear was part of this backward pass, it starts only now."""
-        self._group.forget(self)
+        self._group.forget()
         total, work = self._total, self._work
         self._total, self._work, self._left = None, None, self._readers
         if work is not None:
@@ -165,6 +169,7 @@ class _CopyIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.group.forget()
         # The gradient of a linear's input is a new tensor; other modules may pass one on that is used elsewhere, too.
         return ctx.group.sum_into(gradient) if ctx.own else ctx.group.sum(gradient), None, None
 
@@ -213,7 +218,11 @@ class _SumOut(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: TensorGroup, in_place: bool) -> torch.Tensor:
         if not (in_place and tensor.is_contiguous()):
             return group.sum(tensor)
-        ctx.mark_dirty(tensor)
+        if is_summed(tensor):
+            return tensor
+        if not keeps_products():
+            ctx.mark_dirty(tensor)
+        note_sum(tensor)
         return group.sum_into(tensor)
 
     @staticmethod

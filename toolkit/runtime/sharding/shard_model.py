@@ -37,6 +37,21 @@ STYLES: dict[str, Style] = {
 """transformers' names, and two of ours: `packed3_colwise` and `stored`. `_apply` handles two more."""
 
 
+BESIDE: dict[str, tuple[str, Style]] = {
+    "colwise": ("lora_B", styles.beside_columns),
+    "packed_colwise": ("lora_B", lambda module, sharder: styles.beside_columns(module, sharder, packs=2)),
+    "packed3_colwise": ("lora_B", lambda module, sharder: styles.beside_columns(module, sharder, packs=3)),
+    "colwise_gather_output": ("lora_B", lambda module, sharder: styles.beside_columns(module, sharder, gather=True)),
+    "colwise_rep": ("lora_B", lambda module, sharder: styles.beside_columns(module, sharder, gather=True)),
+    "rowwise": ("lora_A", styles.rows),
+    "rowwise_split_input": ("lora_A", lambda module, sharder: styles.rows(module, sharder, split=True)),
+    "rowwise_rep": ("lora_A", lambda module, sharder: styles.rows(module, sharder, split=True)),
+}
+"""Style of a linear → which matrix of its LoRA adapter is sliced, and how; the other one is on every rank.
+
+Under other styles the adapter is on every rank, and the style wraps the linear together with its adapter.
+"""
+
 GATHERED_HEADS = ("colwise_gather_output", "colwise_rep")
 
 
@@ -52,9 +67,13 @@ def shard(
     owned: Callable[[str], bool] = lambda name: True,
     *,
     sliced_logits: bool = False,
+    plain: PreTrainedModel | None = None,
 ) -> Loss:
-    """Reduce a skeleton to this rank's shards and return the loss for its logits. Unowned modules stay complete."""
-    plan, attention = tensor_styles(model, group.ranks)
+    """Reduce a skeleton to this rank's shards and return the loss for its logits. Unowned modules stay complete.
+
+    `plain`: a skeleton of the same model without adapters, from which the styles are found, if `model` has adapters.
+    """
+    plan, attention = tensor_styles(plain or model, group.ranks)
     head = head_name(model)
     sliced_logits = sliced_logits and head is not None and plan.get(head) in GATHERED_HEADS
     if head is not None and sliced_logits:
@@ -65,13 +84,14 @@ def shard(
     modules = dict(model.named_modules())
     sharder = styles.Sharder(model, group)
     named = {id(p): name for name, p in model.named_parameters()}
-    chosen = {name: style for name, style in plan.items() if _is_owned(model, modules, name, named, owned)}
+    chosen = {name: style for name, style in plan.items() if _is_owned(modules, name, named, owned)}
     for name, style in chosen.items():
         if name not in modules:
             _cut_bare(modules, name, style, sharder)
     for name, style in chosen.items():
-        if name in modules and not styles.is_wrapped(modules[name]):
-            _apply(model, modules[name], style, f"{name}." if name else "", chosen, sharder)
+        module = _under_adapter(modules[name], style, sharder) if name in modules else None
+        if module is not None and not styles.is_wrapped(module):
+            _apply(model, module, style, f"{name}." if name else "", chosen, sharder)
     for name in attention:
         if any(other.startswith(f"{name}.") for other in chosen):  # modules of another stage keep all heads
             _divide_heads(modules[name], group.ranks)
@@ -88,7 +108,7 @@ def loss_in_shards(model: PreTrainedModel, group: TensorGroup, loss: VocabularyL
 def sum_partial_gradients(model: torch.nn.Module, group: TensorGroup) -> None:
     """Sum gradients of full parameters inside sharded regions over tensor ranks, before accumulation."""
     for parameter in model.parameters():
-        if is_partial(parameter):
+        if is_partial(parameter) and parameter.requires_grad:
             parameter.register_hook(group.sum)  # type: ignore[no-untyped-call]
 
 
@@ -137,27 +157,60 @@ class ReplicaCheck:
 
 
 def _is_owned(
-    model: torch.nn.Module,
-    modules: dict[str, torch.nn.Module],
-    name: str,
-    named: dict[int, str],
-    owned: Callable[[str], bool],
+    modules: dict[str, torch.nn.Module], name: str, named: dict[int, str], owned: Callable[[str], bool]
 ) -> bool:
-    inside = modules[name].parameters() if name in modules else [model.get_parameter(name)]
+    inside = modules[name].parameters() if name in modules else [_bare(modules, name)[2]]
     held = [named[id(parameter)] for parameter in inside]
     return not held or any(owned(parameter) for parameter in held)
 
 
+def _under_adapter(module: torch.nn.Module, style: str, sharder: styles.Sharder) -> torch.nn.Module:
+    """The module that a style is applied to: under a LoRA adapter (peft 0.21) the linear itself, the adapter cut alike.
+
+    Of a head that peft trains as a copy it is the copy.
+    """
+    inside = module._modules
+    copies = inside.get("modules_to_save")
+    if isinstance(copies, torch.nn.ModuleDict):
+        return copies["default"]
+    linear = inside.get("base_layer")
+    if linear is None or style not in BESIDE:
+        return module
+    side, beside = BESIDE[style]
+    for adapter in inside[side].values():  # type: ignore[union-attr, operator]
+        if not styles.is_wrapped(adapter):
+            beside(adapter, sharder)
+    return linear
+
+
 def _cut_bare(modules: dict[str, torch.nn.Module], name: str, style: str, sharder: styles.Sharder) -> None:
     """Shard a bare parameter, which is not the weight of a linear module: experts in one tensor, attention sinks."""
-    parent, _, key = name.rpartition(".")
-    parameter = modules[parent]._parameters[key]
-    assert parameter is not None
+    module, key, parameter, adapters = _bare(modules, name)
     columns = style.endswith("colwise")
     if parameter.ndim == 1 and not columns:
         return
     dim = parameter.ndim - (2 if columns and parameter.ndim > 1 else 1)
-    sharder.cut(modules[parent], key, dim, packs=2 if style.startswith("packed") else 1)
+    packs = 2 if style.startswith("packed") else 1
+    for adapter in adapters:
+        assert parameter.ndim == 3, "adapters are added to tensors of experts"
+        assert not getattr(module, "is_transposed", False), "they have the order experts, outputs, inputs"
+        styles.cut_factors(adapter, sharder, outputs=dim == 1, packs=packs)
+    sharder.cut(module, key, dim, packs=packs)
+
+
+def _bare(modules: dict[str, torch.nn.Module], name: str) -> tuple[Any, str, torch.nn.Parameter, list[Any]]:
+    """(module that holds a parameter, name of the parameter there, the parameter, the adapters that are added to it).
+
+    peft 0.21 wraps the module once per parameter that has an adapter.
+    """
+    parent, _, key = name.rpartition(".")
+    module, adapters = modules[parent], []
+    while "base_layer" in module._modules:
+        adapters += [module] if vars(module).get("parameter_name") == key else []
+        module = module._modules["base_layer"]  # type: ignore[assignment]
+    parameter = module._parameters[key]
+    assert parameter is not None
+    return module, key, parameter, adapters
 
 
 def _apply(

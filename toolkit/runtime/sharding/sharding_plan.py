@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.runtime.models.build import LINEAR
+
 Styles = dict[str, str]
 """Module or parameter name → style."""
 
@@ -145,8 +147,6 @@ def _with_embeddings(model: PreTrainedModel, styles: Styles) -> Styles:
         result.pop(name, None)
     return result
 
-
-LINEAR = (torch.nn.Linear, Conv1D)
 
 QUERY_KEY_VALUE = (
     ("q_proj", "k_proj", "v_proj"),

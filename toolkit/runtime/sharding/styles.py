@@ -91,6 +91,40 @@ def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int =
     wrap(module, forward)
 
 
+def beside_columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int = 1) -> None:
+    """The second matrix of an adapter beside a linear that is sliced by columns, sliced alike.
+
+    The gradient of what lies between the adapter's matrices, as wide as the adapter's rank, is summed over ranks. So
+    the first matrix, which every rank holds, has its complete gradient everywhere.
+    """
+    group, size = sharder.group, whole_shape(module.weight)[0]
+    sharder.cut(module, "weight", 0, packs)
+    sharder.cut(module, "bias", 0, packs)
+
+    def forward(inner: Forward) -> Forward:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            y = inner(copy_in(x, group))
+            return join_out(y, size, group) if gather else y
+
+        return run
+
+    wrap(module, forward)
+
+
+def cut_factors(adapter: Any, sharder: Sharder, *, outputs: bool, packs: int) -> None:
+    """The factors of a LoRA adapter that is added to a sliced tensor of experts: one is sliced alike.
+
+    The other one is on every rank, which computes the part of its gradient that comes from its slice.
+    """
+    for first, second in zip(adapter.lora_A.values(), adapter.lora_B.values(), strict=True):
+        if outputs:
+            sharder.cut(second, "weight", 0, packs)
+            mark_partial(first.weight)
+        else:
+            sharder.cut(first, "weight", 1)
+            mark_partial(second.weight)
+
+
 def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
     """Each rank uses a slice of the input; partial outputs are summed. `split`: the input is replicated."""
     group = sharder.group

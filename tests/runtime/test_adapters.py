@@ -1,0 +1,83 @@
+"""LoRA adapters in tensor shards and pipeline stages: one process's losses, one checkpoint for all strategies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import Trainer
+from tests.helpers.parallel import ONE, SGD, assert_same, model, run
+from toolkit import cli
+from toolkit.plans.plan import Plan
+from toolkit.plans.split_verdicts import Axes
+from toolkit.recipe.sections import Lora, Model
+from toolkit.runtime.proofs.split_proof import prove
+from toolkit.runtime.sharding import shard_model, styles
+
+TENSOR = Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32")
+PIPELINE = Plan(strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32", pipeline_bounds=(0, 2, 4))
+PLANS = {
+    "tensor": TENSOR,
+    "tensor, ZeRO 3": replace(TENSOR, dp=2, zero_stage=3, zero_group=2, micro_batch=2),
+    "pipeline": PIPELINE,
+    "pipeline, ZeRO 1": replace(PIPELINE, dp=2, zero_stage=1, zero_group=2, grad_accum=2),
+    "hybrid": replace(PIPELINE, strategy="hybrid", tp=2, zero_stage=1),
+    "hybrid, recomputing": replace(PIPELINE, strategy="hybrid", tp=2, recompute="full"),
+}
+
+
+def adapted(kind: str) -> Model:
+    return replace(model(kind), lora=Lora(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("llama", name) for name in PLANS), ("gpt2", "hybrid"), ("mixtral", "tensor")]
+)
+def test_adapters_learn_as_in_one_process(kind: str, name: str) -> None:
+    """New adapters are zero: from the second step on both of their matrices have gradients."""
+    section, train = adapted(kind), replace(SGD, lr=0.5, grad_clip=0.5)
+    one = run(section, ONE, train, "padded")
+    assert one.loss[-1] != pytest.approx(one.loss[0], rel=1e-4), "the adapters learn"
+    assert_same(one, run(section, PLANS[name], train, "padded"))
+
+
+@pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(2, 2, 1)])
+def test_the_proof_covers_adapters(monkeypatch: pytest.MonkeyPatch, axes: Axes) -> None:
+    section = Model(config={"model_type": "qwen3"}, init="scratch", lora=Lora(rank=16))
+    assert prove(section, axes).ok
+    monkeypatch.setitem(shard_model.BESIDE, "colwise", ("lora_B", styles.columns))
+    monkeypatch.setattr(styles, "copy_in", lambda tensor, group: tensor)
+    monkeypatch.setitem(shard_model.BESIDE, "rowwise", ("lora_B", styles.columns))
+    found = prove(section, axes)
+    assert not found.ok, "adapters that are cut in the wrong place"
+
+
+def test_an_adapter_does_not_depend_on_the_strategy(train: Trainer, tmp_path: Path) -> None:
+    """Saved under a hybrid plan, resumed in one process, exported as a plain peft directory."""
+    base = ("model.lora={rank: 4}", "train.steps=6", "checkpoint.every=3", "train.schedule=constant", "train.warmup=0")
+    whole = train(*base, "strategy.name=data_parallel", nproc=1)
+    split = train(*base, "train.steps=3", "strategy={name: hybrid, tp: 2, pp: 2, dp: 1, zero_stage: 1}", nproc=4)
+    assert split.losses == pytest.approx(whole.losses[:3], rel=1e-5)
+    resumed = train(*base, "strategy.name=data_parallel", nproc=1, into=split.run.path)
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-5)
+    for name, done in (("whole", whole), ("split", resumed)):
+        assert cli.main(["export", str(done.run.path), str(tmp_path / name)]) == 0
+    expected, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "split"))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_4_bit_weights_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model={path: llama-3-8b, lora: {quantize: 4bit}}", "cluster=dgx-h100", "strategy={name: tensor_parallel}"]
+    assert cli.main(["plan", "recipes/demo.yaml", *words]) == 3
+    assert "4-bit weights" in capsys.readouterr().out
+
+
+def test_a_target_that_does_not_exist_is_named(train: Trainer) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)model\.lora\.targets.*q_proj"):
+        train("model.lora={targets: [q_projection]}", nproc=1)

@@ -1,0 +1,54 @@
+"""Which parameters the optimizer updates with which learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from toolkit.recipe.sections import Lora, Train
+from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.zero3_start import full_shape
+
+SECOND_FACTORS = "*.lora_B.*"
+"""Names of the matrices of adapters that start at zero."""
+
+
+def with_adapter_rate(train: Train, lora: Lora | None) -> Train:
+    """The settings with LoRA+'s rate of the second matrices, unless the recipe has a multiplier for them itself."""
+    if lora is None or lora.lr_ratio == 1.0:
+        return train
+    return replace(train, lr_multipliers={**(train.lr_multipliers or {}), SECOND_FACTORS: lora.lr_ratio})
+
+
+def parameter_groups(named: Iterable[tuple[str, torch.Tensor]], train: Train, lr: float) -> list[Any]:
+    """The trained parameters for an optimizer: a plain list, or groups with their own learning rate or weight decay.
+
+    The first group has the recipe's own learning rate, if any parameter does: it is the one that is reported.
+    """
+    found: dict[tuple[float, float], list[torch.Tensor]] = {(1.0, train.weight_decay): []}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            key = (multiplier(name, train.lr_multipliers or {}), _decay(parameter, train))
+            found.setdefault(key, []).append(parameter)
+    kept = {key: parameters for key, parameters in found.items() if parameters}
+    if list(kept) in ([(1.0, train.weight_decay)], []):
+        return [parameter for parameters in kept.values() for parameter in parameters]
+    return [
+        {"params": parameters, "lr": lr * factor, "weight_decay": decay}
+        for (factor, decay), parameters in sorted(kept.items(), key=lambda item: item[0][0] != 1.0)
+    ]
+
+
+def multiplier(name: str, multipliers: Mapping[str, float]) -> float:
+    """Factor of a parameter's learning rate: that of the first pattern that matches its name, else 1."""
+    return next((factor for pattern, factor in multipliers.items() if fnmatchcase(name, pattern)), 1.0)
+
+
+def _decay(parameter: torch.Tensor, train: Train) -> float:
+    layout = layout_of(parameter)
+    shape = layout.shape if layout else full_shape(parameter)
+    return train.weight_decay if train.decay == "all" or len(shape) > 1 else 0.0

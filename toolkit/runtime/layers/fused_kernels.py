@@ -1,0 +1,188 @@
+"""Liger's fused kernels: norms, rotary embeddings and gated MLPs, each used only if it changes nothing but the speed.
+
+Every kernel that Liger has for a model type is tried on a tiny model, on this machine's device, and left out with a
+line if results or gradients differ. Liger's losses are never used: the toolkit's own head computes the loss in blocks
+under vocabulary shards, in a pipeline's last stage and with scaled or capped logits, too, where Liger's can't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toolkit.errors import BadInput, first_line
+from toolkit.recipe.sections import Model
+from toolkit.runtime.models.attention import LARGEST, TOLERANCE, largest_difference, outcome, trial_batches
+from toolkit.runtime.models.build import load_config
+from toolkit.runtime.models.tiny_models import tiny_config
+from toolkit.runtime.models.trials import tried
+from toolkit.verdicts import installed
+
+PACKAGE = "liger_kernel"
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+"""Switches of Liger's functions that are always off."""
+
+
+def kernels_of(section: Model) -> tuple[str, ...]:
+    """Names of the fused kernels that a recipe's model uses on this machine, as Liger calls them.
+
+    `BadInput` if they were asked for and can't run here.
+    """
+    if section.kernels == "none" or section.compile == "layers" or section.task not in (None, "causal-lm"):
+        return ()  # compiled layers fuse their operators themselves
+    if reason := why_not_here():
+        if section.kernels == "liger":
+            raise BadInput("model.kernels", f"liger given; {reason}; use auto or none")
+        return ()
+    config = load_config(section)
+    offered = _offered(config.model_type)
+    if not offered:
+        _say_once(f"Liger {_version()} has no kernels for {config.model_type}")
+        return ()
+    try:
+        tiny = tiny_config(config)
+    except Exception as error:  # configs that differ by layer refuse to be read as one
+        _say_once(f"no fused kernels: no tiny model can be made to try them: {first_line(error)}")
+        return ()
+    refused = {name: _refusal(name, tiny) for name in offered}
+    for name, reason in refused.items():
+        if reason:
+            _say_once(f"Liger's {name} is left out: {reason}")
+    return tuple(name for name, reason in refused.items() if not reason)
+
+
+def why_not_here() -> str:
+    """Why Liger's kernels can't run on this machine; empty if they can."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return "the package liger-kernel is not installed"
+    if get_accelerator().device_name() not in ("cuda", "xpu") and not _interpreted():
+        return f"its kernels need a GPU, and this is {get_accelerator().device_name()}"
+    return ""
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, which works on CPU tensors: for tests."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return bool(importlib.import_module("triton").knobs.runtime.interpret)
+
+
+def install(model: Any, section: Model) -> None:
+    """Make a recipe's model use its kernels. It may be hollow; layers of a pipeline must not be stand-ins yet."""
+    names = kernels_of(section)
+    if names:
+        _apply(model.get_base_model() if section.lora is not None else model, names)
+        _say_once(f"fused kernels of Liger {_version()}: {', '.join(names)}")
+
+
+def _apply(model: Any, names: tuple[str, ...]) -> None:
+    """Let Liger change the modules of one model.
+
+    Liger 0.8.5 also replaces classes and functions in transformers' module, so models built later would be fused,
+    tiny ones on the host included. Classes are put back; functions, which layers look up by name, decide by device.
+    """
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    change = _functions()[model.config.model_type]
+    change(model=model, **{name: name in names for name in _switches(change)})
+    for name, value in before.items():
+        found = vars(module).get(name)
+        if found is not value:
+            setattr(module, name, value if isinstance(value, type) else _by_device(value, found))
+
+
+def _by_device(plain: Callable[..., Any], fused: Any) -> Callable[..., Any]:
+    """The fused function for tensors where Triton runs, the plain one for others."""
+    interpreted = _interpreted()
+
+    @functools.wraps(plain)
+    def chosen(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (fused if interpreted or first.device.type != "cpu" else plain)(first, *args, **kwargs)
+
+    return chosen
+
+
+@functools.cache
+def _functions() -> dict[str, Callable[..., None]]:
+    """Model type → the function of Liger that changes such a model."""
+    return dict(importlib.import_module(f"{PACKAGE}.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+def _switches(change: Callable[..., None]) -> tuple[str, ...]:
+    """Names of all switches of a function of Liger."""
+    parameters = inspect.signature(change).parameters.values()
+    return tuple(one.name for one in parameters if isinstance(one.default, bool))
+
+
+def _offered(model_type: str) -> tuple[str, ...]:
+    """Kernels that Liger has for a type, without losses."""
+    change = _functions().get(model_type)
+    return tuple(name for name in _switches(change) if name not in LOSSES) if change else ()
+
+
+def _refusal(name: str, tiny: dict[str, Any]) -> str:
+    """Why a kernel is not used; empty if it gives the results of the plain model."""
+    how = [name, get_accelerator().device_name(), installed(("liger-kernel", "triton"))]
+    return tried("kernel", tiny, how, lambda: _trial(dict(tiny), name))
+
+
+def _trial(values: dict[str, Any], name: str) -> str:
+    kind = values.pop("model_type")
+    config = AutoConfig.for_model(kind, **values)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        return f"its tiny model has {size:,} parameters, too many for a trial"
+    device = torch.device(get_accelerator().current_device_name())
+    worst = 0.0
+    for micro in trial_batches():
+        if micro.attention_mask is not None:
+            continue  # padding does not reach these kernels
+        there, outcomes = micro.to(device), []
+        for names in ((), (name,)):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).eval()
+            with _for_a_while(model, names):
+                run = functools.partial(_logits, model, there)
+                outcomes.append(outcome(model, run, there))
+        worst = max(worst, largest_difference(*outcomes))
+    return "" if worst <= TOLERANCE else f"results on a tiny model differ by {worst:.1e}"
+
+
+def _logits(model: Any, micro: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**micro.inputs()).logits
+    return found
+
+
+@contextlib.contextmanager
+def _for_a_while(model: Any, names: tuple[str, ...]) -> Iterator[None]:
+    """A model with kernels; afterwards transformers' module is as it was."""
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    try:
+        if names:
+            _apply(model, names)
+        yield
+    finally:
+        for name, value in before.items():
+            if vars(module).get(name) is not value:
+                setattr(module, name, value)
+
+
+def _version() -> str:
+    return installed(("liger-kernel",))[0]
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    print(line)
