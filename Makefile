@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 # Two sets of packages: what the demo needs, and everything else (Ray, bitsandbytes, TensorBoard, test tools).
 DEMO_INSTALLED := $(VENV)/.installed-demo
 INSTALLED := $(VENV)/.installed
+# Liger and Triton, apart from all other packages: tests run the kernels in Triton's interpreter, in processes of their
+# own, and nothing else should find a Triton.
+LIGER := $(VENV)/liger
 
 # What tests of many hosts and of Slurm use; without root they are skipped, and say so.
 TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client
@@ -15,7 +18,7 @@ demo: $(DEMO_INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
 # Two files at a time: tests wait for processes to start, to time out and to end more than they compute.
-test: $(INSTALLED) test-packages
+test: $(INSTALLED) $(LIGER) test-packages
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 # Without the tests that take long.
@@ -78,6 +81,10 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt .ci/hashes-demo.txt .ci/hashes
 	$(BIN)/pip install -q --no-deps --require-hashes -r .ci/hashes-demo.txt
 	$(BIN)/pip install -q -c constraints.txt -e .
 	touch $@
+
+# Not in constraints.txt: CUDA builds of torch bring a Triton of their own.
+$(LIGER): $(INSTALLED)
+	$(BIN)/pip install -q --no-deps --target $@ liger-kernel==0.8.5 triton==3.9.0
 
 $(INSTALLED): $(DEMO_INSTALLED)
 	$(BIN)/pip install -q --no-deps --require-hashes -r .ci/hashes-rest.txt

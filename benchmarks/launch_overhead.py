@@ -53,7 +53,7 @@ def first_worker(parent: psutil.Process) -> float:
 
 
 def main() -> None:
-    """Print a line a case."""
+    """Print a line per case."""
     bare = []
     for _ in range(REPEATS):
         started = time.perf_counter()

@@ -5,9 +5,10 @@ python -m benchmarks.loop [--stage 2] [--seconds 80]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,25 @@ def bare(run: Observed, samples: Made) -> float:
     """What anybody would write."""
     run.turn(on=False)
     engine = run.engine._engine
-    began = time.perf_counter()
-    for step in range(DETAIL_EVERY):
-        micro = samples.batch(np.array([step]))
-        loss = summed_loss(engine(**micro.inputs()).logits, micro.labels) / micro.labels.numel()
-        engine.backward(loss)
-        engine.step()
-    return time.perf_counter() - began
+    with plain_head(engine.module):
+        began = time.perf_counter()
+        for step in range(DETAIL_EVERY):
+            micro = samples.batch(np.array([step]))
+            loss = summed_loss(engine(**micro.inputs()).logits, micro.labels) / micro.labels.numel()
+            engine.backward(loss)
+            engine.step()
+        return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def plain_head(model: Any) -> Iterator[None]:
+    """The model with its own head, which gives logits; ours computes the loss."""
+    head = model.get_output_embeddings()
+    ours = vars(head).pop("forward")
+    try:
+        yield
+    finally:
+        head.forward = ours
 
 
 def ours(run: Observed, samples: Made, done: list[int]) -> float:
@@ -90,10 +103,10 @@ def ours(run: Observed, samples: Made, done: list[int]) -> float:
 
 
 def main() -> None:
-    """Print the ratio of tokens a second."""
+    """Print the ratio of tokens per second."""
     results: list[Any] = measured_on_ranks(measure, (__doc__ or "").partition("\n")[0])
     found = ratio(results[0])
-    print(f"tokens a second, our loop / bare loop: {found}")
+    print(f"tokens per second, our loop / bare loop: {found}")
     print(json.dumps(asdict(found)))
 
 

@@ -3,7 +3,7 @@
 python -m benchmarks.order [--chains 10] [--seed 0]
 
 Each run trains two epochs and tells which samples its ranks took. A chain is such a run that is asked to stop at random
-steps and goes on each time under another strategy and world size.
+steps and resumed each time under another strategy and world size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Job:
     text: Path
 
     def run(self, directory: Path, name: str, world: int, stop: int | None = None) -> RunDir:
-        """Train, or go on, until the end or a stop."""
+        """Train, or resume, until the end or a stop."""
         mapping: dict[str, Any] = {
             "model": {"config": MODEL, "precision": "fp32"},
             "data": {"path": str(self.text), "tokenizer": "bytes", "seq_len": 60, "cache": str(self.text.parent / "c")},

@@ -1,4 +1,4 @@
-"""Packing on log-normal lengths: useful share of positions, and tokens a second on one core.
+"""Packing on log-normal lengths: useful share of positions, and tokens per second on one core.
 
 python benchmarks/packing.py
 """

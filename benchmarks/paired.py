@@ -31,7 +31,7 @@ def in_turn(
 ) -> list[tuple[float, float]]:
     """Pairs of blocks until the time is up; who begins alternates, so that what drifts does not count.
 
-    `agree` is told by each process whether it would go on, and says to all of them the same.
+    `agree` collects from each process whether it would continue, and returns one answer to all of them.
     """
     first(), second()  # caches fill
     pairs: list[tuple[float, float]] = []

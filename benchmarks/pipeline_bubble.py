@@ -31,7 +31,7 @@ DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
 
 
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """The same, noting how long each call takes."""
+    """Call the function and note how long it takes."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()

@@ -3,7 +3,7 @@
     python benchmarks/reduction.py [--steps 12] [--mbit 100] [--out FILE]
 
 Needs root and iproute2. Trains the demo's model with data parallel over the link, reads what the first host sent from
-the interface's own counter, and prints bytes a step, seconds a step, and how far the losses are from the flat
+the interface's own counter, and prints bytes per step, seconds per step, and how far the losses are from the flat
 reduction's. Bytes are those of the last two steps: a run without them is taken off.
 """
 

@@ -1,9 +1,9 @@
-"""Useful tokens a second of a whole run, against transformers.Trainer and TRL's SFTTrainer, in turns in one run.
+"""Useful tokens per second of a whole run, against transformers.Trainer and TRL's SFTTrainer, in turns in one run.
 
     pip install 'zero-toolkit[bench]'
-    python benchmarks/throughput.py [--rounds 3] [--steps 20]
+    python benchmarks/throughput.py [--rounds 3] [--steps 20] [--seq-len 256] [--median 44]
 
-The same model, DeepSpeed config, documents and sequences a step in two processes each. Documents have log-normal
+The same model, DeepSpeed config, documents and sequences per step in two processes each. Documents have log-normal
 lengths, scaled to the demo's sequence length. A token is useful if the loss counts its prediction.
 """
 
@@ -27,11 +27,13 @@ from toolkit.launching.environment import free_port
 from toolkit.recipe.file import load_recipe
 from toolkit.sessions.resolve import resolve
 
-SEQ_LEN, DOCUMENTS, MEDIAN, SIGMA, PROCESSES, GLOBAL_BATCH, WARM_UP = 256, 4000, 44, 1.0, 2, 16, 4
+DOCUMENTS, SIGMA, PROCESSES, TOKENS_PER_STEP, WARM_UP = 4000, 1.0, 2, 4096, 4
+OWN = {"toolkit": (), "toolkit-stream": ("data.packing_method=stream",)}
+"""Our runs: as by default, and with documents cut where a sequence is full, as TRL's `wrapped` does."""
 PEERS = ("trainer", "trl", "trl-wrapped")
 MODEL = {
     "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264, "max_position_embeddings": 512,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264, "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }  # fmt: skip
 
@@ -41,47 +43,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--median", type=int, default=44, help="tokens of the median document")
     parser.add_argument("--worker", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        peer(args.worker, args.work, args.steps)
+        peer(args.worker, args.work, args.steps, args.seq_len)
         return
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        prepare(work, args.steps)
-        rates: dict[str, list[float]] = {name: [] for name in ("toolkit", *PEERS)}
+        prepare(work, args.steps, args.seq_len, args.median)
+        rates: dict[str, list[float]] = {name: [] for name in (*OWN, *PEERS)}
         for number in range(args.rounds):
-            rates["toolkit"].append(own(work, number))
+            for name, overrides in OWN.items():
+                rates[name].append(own(work, f"{name}-{number}", overrides))
             for name in PEERS:
-                rates[name].append(start(name, work, args.steps))
+                rates[name].append(start(name, work, args.steps, args.seq_len))
             print(json.dumps({name: round(found[-1]) for name, found in rates.items()}), flush=True)
-    ours = statistics.median(rates["toolkit"])
-    for name in PEERS:
-        ratios = [a / b for a, b in zip(rates["toolkit"], rates[name], strict=True)]
+    for own_name, name in ((mine, peer) for mine in OWN for peer in PEERS):
+        ratios = [a / b for a, b in zip(rates[own_name], rates[name], strict=True)]
         shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"toolkit / {name}: {ours / statistics.median(rates[name]):.2f} (by round: {shown})")
+        print(f"{own_name} / {name}: {statistics.median(ratios):.2f} (by round: {shown})")
 
 
-def prepare(work: Path, steps: int) -> None:
+def prepare(work: Path, steps: int, seq_len: int, median: int) -> None:
     """Documents, a tokenizer of bytes, a recipe, and the DeepSpeed config that all use."""
     from toolkit.runtime.corpus.tokenizer import train_tokenizer
 
     random = np.random.default_rng(0)
-    lengths = np.maximum(2, random.lognormal(np.log(MEDIAN), SIGMA, DOCUMENTS)).astype(int)
+    lengths = np.maximum(2, random.lognormal(np.log(median), SIGMA, DOCUMENTS)).astype(int)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz "))
     texts = ["".join(random.choice(letters, length)) for length in lengths]
     (work / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     train_tokenizer(str(work / "data.jsonl"), "text", 261, work / "tokenizer")
+    rows = sequences(seq_len) // PROCESSES
     recipe = {
         "name": "bench",
         "model": {"config": MODEL, "precision": "fp32"},
         "data": {
-            "path": str(work / "data.jsonl"), "tokenizer": str(work / "tokenizer"), "seq_len": SEQ_LEN,
+            "path": str(work / "data.jsonl"), "tokenizer": str(work / "tokenizer"), "seq_len": seq_len,
             "cache": str(work / "cache"),
         },
-        "train": {"global_batch": GLOBAL_BATCH, "steps": steps, "schedule": "constant", "warmup": 0},
-        "strategy": {"name": "zero", "zero_stage": 1, "micro_batch": GLOBAL_BATCH // PROCESSES, "recompute": "none"},
+        "train": {"global_batch": sequences(seq_len), "steps": steps, "schedule": "constant", "warmup": 0},
+        "strategy": {"name": "zero", "zero_stage": 1, "micro_batch": rows, "recompute": "none"},
         "metrics": {"wandb": {"mode": "disabled"}},
     }  # fmt: skip
     (work / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -89,16 +94,22 @@ def prepare(work: Path, steps: int) -> None:
     (work / "deepspeed.json").write_text(json.dumps(config))
 
 
-def own(work: Path, number: int) -> float:
+def sequences(seq_len: int) -> int:
+    """Sequences per step: as many tokens at every length."""
+    return max(PROCESSES, TOKENS_PER_STEP // seq_len)
+
+
+def own(work: Path, name: str, overrides: tuple[str, ...]) -> float:
     """Our own run."""
-    run = work / f"run-{number}"
+    run = work / f"run-{name}"
     command = [sys.executable, "-m", "toolkit", "train", str(work / "recipe.yaml"), "--nproc", str(PROCESSES)]
+    command += overrides
     subprocess.run([*command, "--run-dir", str(run)], check=True, stdout=subprocess.DEVNULL)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
     return sum(r["tokens"] for r in records) / sum(r["step_seconds"] for r in records)
 
 
-def start(name: str, work: Path, steps: int) -> float:
+def start(name: str, work: Path, steps: int, seq_len: int) -> float:
     """A peer's run in as many processes."""
     common = {
         **os.environ, "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -106,6 +117,7 @@ def start(name: str, work: Path, steps: int) -> float:
         "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     command = [sys.executable, __file__, "--worker", name, "--work", str(work), "--steps", str(steps)]
+    command += ["--seq-len", str(seq_len)]
     processes = [
         subprocess.Popen(
             command,
@@ -121,7 +133,7 @@ def start(name: str, work: Path, steps: int) -> float:
     return float((work / f"{name}.rate").read_text())
 
 
-def peer(name: str, work: Path, steps: int) -> None:
+def peer(name: str, work: Path, steps: int, seq_len: int) -> None:
     """One process of a peer."""
     import importlib
 
@@ -136,7 +148,7 @@ def peer(name: str, work: Path, steps: int) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // PROCESSES))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(work / "tokenizer"))
     rows = datasets.load_dataset("json", data_files=str(work / "data.jsonl"), split="train", cache_dir=str(work))
-    ids = [[*found, tokenizer.eos_token_id][: SEQ_LEN + 1] for found in tokenizer(list(rows["text"]))["input_ids"]]
+    ids = [[*found, tokenizer.eos_token_id][: seq_len + 1] for found in tokenizer(list(rows["text"]))["input_ids"]]
     torch.manual_seed(0)
     values = dict(MODEL)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
@@ -155,7 +167,7 @@ def peer(name: str, work: Path, steps: int) -> None:
             self.seconds = time.perf_counter() - self.started
 
     clock = Clock()
-    trainer = make_peer(name, work, steps, model, tokenizer, ids, [clock])
+    trainer = make_peer(name, work, steps, (model, tokenizer, ids), [clock], seq_len)
     loss = trainer.compute_loss
 
     def counting(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,15 +183,17 @@ def peer(name: str, work: Path, steps: int) -> None:
 
 
 def make_peer(
-    name: str, work: Path, steps: int, model: Any, tokenizer: Any, ids: list[list[int]], callbacks: list[Any]
+    name: str, work: Path, steps: int, parts: tuple[Any, Any, list[list[int]]], callbacks: list[Any], seq_len: int
 ) -> Any:
-    """The peer's trainer, as its documentation sets it up."""
+    """The peer's trainer, as its documentation sets it up. `parts`: model, tokenizer and documents."""
+    model, tokenizer, ids = parts
     import datasets
     from transformers import Trainer, TrainingArguments
 
     config = json.loads((work / "deepspeed.json").read_text())
     common = {
-        "output_dir": str(work / name), "max_steps": steps, "per_device_train_batch_size": GLOBAL_BATCH // PROCESSES,
+        "output_dir": str(work / name), "max_steps": steps,
+        "per_device_train_batch_size": sequences(seq_len) // PROCESSES,
         "learning_rate": 3e-4, "lr_scheduler_type": "constant", "deepspeed": config,
         "report_to": "none", "save_strategy": "no", "logging_steps": 10, "disable_tqdm": True,
     }  # fmt: skip
@@ -191,7 +205,7 @@ def make_peer(
             **common,
             packing=True,
             packing_strategy=strategy,
-            max_length=SEQ_LEN,
+            max_length=seq_len,
             bf16=False,
             gradient_checkpointing=False,
         )
@@ -202,8 +216,8 @@ def make_peer(
             processing_class=tokenizer,
             callbacks=callbacks,
         )
-    padded = [document[:SEQ_LEN] + [tokenizer.pad_token_id] * (SEQ_LEN - len(document)) for document in ids]
-    masks = [[1] * min(len(d), SEQ_LEN) + [0] * (SEQ_LEN - len(d)) for d in ids]
+    padded = [document[:seq_len] + [tokenizer.pad_token_id] * (seq_len - len(document)) for document in ids]
+    masks = [[1] * min(len(d), seq_len) + [0] * (seq_len - len(d)) for d in ids]
     labels = [
         [t if m else -100 for t, m in zip(row, mask, strict=True)] for row, mask in zip(padded, masks, strict=True)
     ]

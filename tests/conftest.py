@@ -15,12 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub'
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from tests.helpers import launching_page
-from toolkit.launching import launchers
+from toolkit.launching import environment, launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision.warm_pool import Enter, run_warm, warm_context
 from toolkit.sessions.resolve import resolve
 
+environment.enter_processor_environment()  # tests compute in this process, too
 # Tests of adapters fork dozens of workers, each of which would import peft for three seconds.
 warm_context().set_forkserver_preload(["toolkit.preload", "peft"])
 

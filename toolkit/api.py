@@ -35,6 +35,8 @@ from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.sessions.start import start
 from toolkit.sessions.tiny_recipe import tiny_recipe
 
+environment.enter_processor_environment()  # on import: a notebook may compute with a model right after it
+
 RecipeLike = str | Path | Mapping[str, Any]
 """A recipe file, the name of a shipped recipe, or a mapping."""
 
@@ -220,6 +222,11 @@ def _check_expressible(plan: Plan, train: Train) -> None:
     if train.batch_ramp is not None:
         what = "is supported by toolkit.train only; other trainers have a constant batch size: remove it"
         raise BadInput("train.batch_ramp", what)
+    if train.weight_decay and train.decay != "all":
+        text = "with a DeepSpeed config, other trainers decay norms and biases, too; train.decay=all is exact"
+        warnings.warn(text, stacklevel=5)
+    if train.lr_multipliers:
+        raise BadInput("train.lr_multipliers", "are supported by toolkit.train only; remove them")
     if train.optimizer in ("lars", "onebit_adam"):
         what = f"{train.optimizer!r} is supported by toolkit.train only; use lamb or adamw with other trainers"
         raise BadInput("train.optimizer", what)
@@ -228,6 +235,9 @@ def _check_expressible(plan: Plan, train: Train) -> None:
 def _trainer_keywords(plan: Plan, train: Train, deepspeed: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
     """Return the keywords of `TrainingArguments` that give the same updates."""
     _check_expressible(plan, train)
+    if plan.recompute in ("selective", "offload"):
+        text = f"other trainers recompute complete layers: recompute {plan.recompute} of the plan becomes full"
+        warnings.warn(text, stacklevel=3)
     optimizer = deepspeed["optimizer"]["params"]
     given: dict[str, Any] = {
         "deepspeed": dict(deepspeed),
@@ -237,7 +247,7 @@ def _trainer_keywords(plan: Plan, train: Train, deepspeed: Mapping[str, Any], *,
         "max_grad_norm": train.grad_clip,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
-        "gradient_checkpointing": plan.recompute == "full",
+        "gradient_checkpointing": plan.recompute != "none",
         "max_steps": train.steps or -1,
         "seed": train.seed,
         "use_cpu": on_cpu,
@@ -267,6 +277,9 @@ def _schedule(train: Train, lr: float) -> dict[str, Any]:
         "cosine": ("cosine_with_min_lr", {"min_lr_rate": train.min_lr_ratio}),
         "linear": ("polynomial", {"lr_end": train.min_lr_ratio * lr, "power": 1.0}),
     }
+    if train.schedule not in kinds:
+        what = f"{train.schedule!r} is supported by toolkit.train only; use {', '.join(kinds)} with other trainers"
+        raise BadInput("train.schedule", what)
     name, options = kinds[train.schedule]
     return {"lr_scheduler_type": name, "lr_scheduler_kwargs": options, "warmup_steps": warmup}
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from toolkit.errors import ToolkitError, first_line
-from toolkit.launching import stop_signals
+from toolkit.launching import environment, stop_signals
 from toolkit.resources import user_cache
 
 COMMANDS: dict[str, str] = {
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")  # an ASCII terminal shows `?` instead of `×`
+    environment.enter_processor_environment()
     try:
         args = _parse(given)
         if args.command not in STOPPABLE:
@@ -89,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if argv is None:
+            stop_signals.ignore()  # a second signal must not replace the exit code
         return _failed(error, given)
 
 
@@ -100,9 +103,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _failed(error: Exception, given: Sequence[str]) -> int:
     """Print one message for an error of a command, and return the exit code."""
-    from toolkit.launching.environment import environment
-
-    env = environment()
+    env = environment.environment()
     if env.get(DEBUG, "0") not in ("", "0"):
         traceback.print_exception(error)
     if isinstance(error, ToolkitError):

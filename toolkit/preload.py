@@ -9,8 +9,10 @@ import toolkit.runtime.proofs.coverage
 import toolkit.runtime.run
 import toolkit.runtime.supervision.heartbeat_thread
 import toolkit.worker  # noqa: F401
+from toolkit.launching.environment import enter_processor_environment
 from toolkit.runtime.distributed.process_group import compile_on_first_call
 
+enter_processor_environment()
 compile_on_first_call()  # before the next one, which would import torch's compiler
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401 - imported by ZeRO when an optimizer is built

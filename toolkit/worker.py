@@ -30,6 +30,7 @@ from toolkit.launching.environment import (
     PARENT,
     adopt_slurm,
     enter_device_environment,
+    enter_processor_environment,
     enter_start_directory,
     free_port,
     nccl_settings,
@@ -41,8 +42,8 @@ from toolkit.resources import find_recipe
 from toolkit.run_dir import layout, lock
 from toolkit.run_dir.async_islands import Membership, goes_async
 from toolkit.run_dir.layout import RunDir
-from toolkit.sessions.preflight import check
-from toolkit.sessions.resolve import Resolved, resolve
+from toolkit.sessions.preflight import check, prove
+from toolkit.sessions.resolve import Resolved, proven, resolve
 
 if TYPE_CHECKING:
     from toolkit.runtime.distributed.process_group import World
@@ -110,6 +111,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     """Run as one rank; the exit code is the contract's. `stop` is listening already, if given."""
     args = _parser().parse_intermixed_args(argv)  # overrides may stand behind --run-dir, too
     enter_start_directory()
+    enter_processor_environment()
     adopt_slurm()
     parent = os.environ.get(PARENT)
     rank = Rank(int(os.environ.get("RANK", 0)), int(parent) if parent else None, stop=stop or StopRequest())
@@ -215,13 +217,18 @@ def _choose_algorithm(recipe: Recipe) -> None:
 
 
 def _prepare(resolved: Resolved, wanted: Path | None, rank: Rank) -> RunDir:
-    """Rank 0 makes the run directory; all ranks use it, or fail alike."""
+    """Rank 0 proves the split and makes the run directory; all ranks use it, or fail alike."""
     from toolkit.runtime.distributed.rank_zero_first import answer_of_rank_zero
 
+    recipe = resolved.recipe
+
     def make() -> str:
-        path = wanted or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
+        settled = proven(
+            resolved, lambda: _resolve(recipe), lambda axes: prove(recipe.model, axes, os.environ), rank.warn
+        )
+        path = wanted or layout.new_run_path(recipe.output, recipe.name)
         rank.held.enter_context(lock.hold(path, rank.warn))
-        resolved.write(path)
+        settled.write(path)
         return str(path)
 
     return RunDir(Path(answer_of_rank_zero(make, rank.number)))

@@ -72,7 +72,7 @@ def die_in_step(when: float) -> None:
 
 
 def poison(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """From step 3 on, rank 1's loss is no number."""
+    """From step 3 on, rank 1's loss is NaN."""
     scale_losses(lambda count: float("nan") if env["RANK"] == "1" and count >= 3 else 1.0)
     enter_worker(argv, env)
 

@@ -47,7 +47,7 @@ def supervised(
     enter: Enter | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a recipe into a directory, new or one that goes on; `disturb` gets it in a thread of its own."""
+    """Run a recipe into a directory, new or resumed; `disturb` gets it in a thread of its own."""
     resolved = resolve(make_recipe(dict(recipe), overrides), nproc)
     run = resolved.write(path, resuming=path.exists())
     pids: list[int] = []

@@ -237,6 +237,11 @@ def test_a_fully_fixed_plan_is_estimated_even_if_it_does_not_fit(capsys: pytest.
     argv = ["model={path: llama-3-70b}", "cluster={device: L4, devices_per_node: 8}", fixed, "--json"]
     assert main(["plan", "recipes/demo.yaml", *argv]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"]["fits"] is False
+    assert main(["plan", "recipes/demo.yaml", *argv[:-1]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "this plan does not fit" in shown
+    assert "can run" not in shown
+    assert "refused zero" in shown
 
 
 @pytest.mark.parametrize(

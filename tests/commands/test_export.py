@@ -79,6 +79,9 @@ def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: st
     trained_on = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **bits)
     adapted = PeftModel.from_pretrained(trained_on, tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    if quantize == "none":  # fp32 products round differently from processor to processor, by more than merging does
+        for each in (base, adapted, merged):
+            each.double()
     with torch.no_grad():
         before, one, other = base(ids).logits, adapted(ids).logits, merged(ids).logits
     assert not torch.allclose(before, one, atol=1e-4)

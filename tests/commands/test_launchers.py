@@ -11,6 +11,10 @@ import pytest
 
 from tests.helpers import launching_page
 from toolkit.cli import main
+from toolkit.plans.job import raw_config
+from toolkit.plans.split_verdicts import Axes, Proofs
+from toolkit.recipe.file import load_recipe
+from toolkit.verdicts import Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -66,3 +70,27 @@ def test_problems_under_another_launcher_are_one_message(workspace: Path) -> Non
     )
     assert done.returncode != 0
     assert done.stderr.count("train.sterps: unknown key; did you mean train.steps?") == 1
+
+
+@pytest.mark.parametrize(("planted", "code"), [("", 0), ("gradients of 1 parameters of a tiny model are wrong", 3)])
+def test_workers_that_people_start_have_the_proof_of_a_split(
+    workspace: Path, tmp_path: Path, planted: str, code: int
+) -> None:
+    """Rank 0 proves while the other one waits; a split that is known to be wrong is refused on both."""
+    axes = "strategy={name: tensor_parallel, tp: 2, dp: 1, zero_stage: 1}"
+    proofs = tmp_path / ".cache" / "zero-toolkit" / "proofs.json"
+    if planted:
+        recipe = load_recipe(workspace / "recipe.yaml")
+        kept = Proofs(proofs)
+        kept.put(raw_config(recipe.model), recipe.model, Axes(2, 1, 1), Verdict(False, planted))
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "toolkit.worker", "recipe.yaml"]
+    env = launching_page.environment() | {"HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, axes, "train.steps=1"], cwd=workspace, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode == 0) == (code == 0), done.stderr
+    if planted:
+        assert done.stderr.count(planted) == 1
+    else:
+        assert done.stderr.count("checking the split on a tiny model of the same type") == 1
+        assert json.loads(proofs.read_text())

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from toolkit.errors import BadInput
-from toolkit.launching.environment import cores_near, device_ordinal, device_settings, exported
+from toolkit.launching.environment import (
+    ONEDNN_ISA,
+    broken_tiles,
+    cores_near,
+    device_ordinal,
+    device_settings,
+    exported,
+    read_cpuinfo,
+)
 
 LOGS = Path("/runs/one/logs")
 
@@ -79,3 +89,26 @@ def test_a_rank_stays_on_the_cores_of_its_device(listed: str, allowed: range, co
 
 def test_a_device_that_the_system_does_not_know_may_use_all_cores(tmp_path: Path) -> None:
     assert cores_near("0000:ff:00.0", {0, 1}, tmp_path) == {0, 1}
+
+
+def cpuinfo(flags: str, level: int) -> str:
+    return f"processor\t: 0\nmodel name\t: Xeon\ncpuid level\t: {level}\nflags\t\t: fpu {flags} sse2\n"
+
+
+def test_amx_counts_as_broken_only_if_its_tiles_are_not_described(tmp_path: Path) -> None:
+    assert broken_tiles(cpuinfo("amx_bf16 amx_tile", 0x1C))
+    assert not broken_tiles(cpuinfo("amx_bf16 amx_tile", 0x1D))
+    assert not broken_tiles(cpuinfo("avx512_bf16", 0x16))
+    assert not broken_tiles("processor : 0\nFeatures : asimd\n"), "another architecture"
+    two = tmp_path / "cpuinfo"
+    two.write_text(cpuinfo("avx2", 0x16) + "\n" + cpuinfo("amx_tile", 0x1C))
+    assert "amx_tile" not in read_cpuinfo(two), "the first processor is enough"
+    assert read_cpuinfo(tmp_path / "missing") == ""
+
+
+def test_a_16_bit_matmul_works_after_an_import_of_the_interface() -> None:
+    """On any machine; without the setting, oneDNN ends the process where AMX is broken."""
+    code = "import toolkit.api, torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
+    env = {key: value for key, value in os.environ.items() if key != ONEDNN_ISA}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "64.0"), done.stderr

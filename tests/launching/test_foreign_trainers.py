@@ -24,7 +24,10 @@ CASES = {
     ),
     "transformers, ZeRO 3": (
         foreign_trainers.transformers,
-        ("strategy={name: zero, zero_stage: 3, micro_batch: 4}", "train.schedule=linear", "train.weight_decay=0.1"),
+        (
+            "strategy={name: zero, zero_stage: 3, micro_batch: 4}",
+            *("train.schedule=linear", "train.weight_decay=0.1", "train.decay=all"),
+        ),
     ),
     "TRL, ZeRO 2": (foreign_trainers.trl, ("strategy={name: zero, zero_stage: 2, micro_batch: 4}",)),
     "accelerate, ZeRO 1": (
@@ -60,6 +63,12 @@ def test_what_they_can_not_do_is_refused(
 ) -> None:
     with pytest.raises(BadInput, match=words):
         give(api.plan(recipe_mapping, override, nproc=2))
+
+
+def test_weight_decay_that_differs_is_reported(recipe_mapping: dict[str, Any]) -> None:
+    given = ("strategy.name=zero", "train.warmup=0", "train.weight_decay=0.1")
+    with pytest.warns(UserWarning, match=r"train\.decay=all is exact"):
+        api.training_arguments(api.plan(recipe_mapping, *given, nproc=2), "out")
 
 
 def test_a_warm_up_that_differs_is_reported(recipe_mapping: dict[str, Any]) -> None:

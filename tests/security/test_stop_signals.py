@@ -52,6 +52,20 @@ def test_a_signal_before_the_workers_start_ends_the_command() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
 
 
+def test_a_signal_while_a_finished_command_ends_changes_nothing() -> None:
+    """Handlers of before, which end the process, must not come back once signals are ignored."""
+    with stop_signals.ending_the_command():
+        stop_signals.ignore()
+    try:
+        assert {signal.getsignal(number) for number in stop_signals.SIGNALS} == {signal.SIG_IGN}
+    finally:
+        for number in stop_signals.SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+    with stop_signals.ending_the_command():
+        pass
+    assert {signal.getsignal(number) for number in stop_signals.SIGNALS} == {signal.SIG_DFL}
+
+
 def test_nohup_is_respected() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

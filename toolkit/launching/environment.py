@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import netrc
 import os
 import socket
@@ -25,6 +26,10 @@ _OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES",)
 """Settings that are not passed on: the device numbers of one host say nothing about another."""
 """Prefixes of the settings that are passed to other hosts."""
 _OLD_DUMP = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
+ONEDNN_ISA = "ONEDNN_MAX_CPU_ISA"
+"""Environment variable with the newest processor instructions that oneDNN may use."""
+_TILE_LEAF = 0x1D
+"""CPUID leaf that describes AMX tiles."""
 NCCL_ALGORITHMS = {"ring": "Ring", "tree": "Tree"}
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
 
@@ -71,6 +76,36 @@ def nccl_settings(algorithm: str, env: Mapping[str, str]) -> dict[str, str]:
         what = f"{algorithm} given, but the environment has NCCL_ALGO={given}; remove one of them"
         raise BadInput("train.reduce.algorithm", what)
     return {"NCCL_ALGO": wanted}
+
+
+def broken_tiles(cpuinfo: str) -> bool:
+    """Return whether /proc/cpuinfo shows a processor that reports AMX without describing its tiles.
+
+    Some virtual machines do: their CPUID ends before the leaf of the tiles. oneDNN 3.12 (torch 2.13.0) does not ask how
+    far CPUID goes, reads zeros, and every 16-bit matmul ends the process with SIGILL.
+    """
+    values = {key.strip(): value for key, _, value in (line.partition(":") for line in cpuinfo.splitlines())}
+    level = values.get("cpuid level", "").strip()
+    return "amx_tile" in values.get("flags", "").split() and level.isdigit() and int(level) < _TILE_LEAF
+
+
+def read_cpuinfo(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return what the kernel says about the first processor; empty where it says nothing."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return "".join(itertools.takewhile(str.strip, file))  # a blank line ends it; a host may have hundreds
+    except OSError:
+        return ""
+
+
+def enter_processor_environment() -> None:
+    """Keep oneDNN off AMX where it can't work; a value that the user has set is kept.
+
+    Call before the first matmul, which is when oneDNN reads the variable; processes that are started later inherit it.
+    `toolkit doctor` and `toolkit train` report it.
+    """
+    if ONEDNN_ISA not in os.environ and broken_tiles(read_cpuinfo()):
+        os.environ[ONEDNN_ISA] = "AVX512_CORE_BF16"
 
 
 def device_settings(env: Mapping[str, str], logs: Path) -> dict[str, str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from toolkit.launching.environment import has_wandb_key
+from toolkit.launching.environment import ONEDNN_ISA, broken_tiles, has_wandb_key, read_cpuinfo
 from toolkit.plans.deepspeed_rules import parse_version
 from toolkit.units import GB, KIB
 
@@ -193,6 +193,15 @@ def devices(context: CheckContext) -> Iterator[Finding]:
         yield Finding("devices", "ok", f"{len(present)} NVIDIA devices")
 
 
+def processor(context: CheckContext) -> Iterator[Finding]:
+    """Check that the processor's instructions for 16-bit matmuls can be used."""
+    if broken_tiles(read_cpuinfo()):
+        what = f"AMX is reported without its tiles: 16-bit matmuls on the CPU use {context.env.get(ONEDNN_ISA)} instead"
+        yield Finding("processor", "warning", what, "have the virtual machine report CPUID leaf 0x1d, or hide AMX")
+    else:
+        yield Finding("processor", "ok", "instructions for matmuls are as reported")
+
+
 def disk(context: CheckContext) -> Iterator[Finding]:
     """Check the free space for runs and checkpoints."""
     place = next(path for path in (context.output.resolve(), *context.output.resolve().parents) if path.exists())
@@ -234,7 +243,7 @@ def wandb_login(context: CheckContext) -> Iterator[Finding]:
 
 
 Check = Callable[[CheckContext], Iterator[Finding]]
-QUICK: tuple[Check, ...] = (versions, stale_locks, shared_memory, limits, ports, devices, disk)
+QUICK: tuple[Check, ...] = (versions, stale_locks, shared_memory, limits, ports, devices, processor, disk)
 """Run before every `toolkit train`; they take milliseconds."""
 ALL: tuple[Check, ...] = (*QUICK, hosts, write_speed, wandb_login)
 

@@ -37,18 +37,26 @@ class StopRequest:
 
 @contextmanager
 def forwarded(forward: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """Call `forward` with stop signals inside the context, so that the supervisor outlives the last checkpoint."""
+    """Call `forward` with stop signals inside the context, so that the supervisor outlives the last checkpoint.
+
+    Afterwards the handlers are those of before, unless others were set inside: `ignore` holds until the process ends.
+    """
     before: dict[signal.Signals, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        forward(signal.Signals(number))
+
     try:
         for each in _heeded():
-            before[each] = signal.signal(each, lambda number, frame: forward(signal.Signals(number)))
+            before[each] = signal.signal(each, handle)
     except ValueError:  # not the main thread, as in a notebook: Python delivers no signals there
         pass
     try:
         yield
     finally:
         for each, handler in before.items():
-            signal.signal(each, handler)
+            if signal.getsignal(each) is handle:
+                signal.signal(each, handler)
 
 
 def ending_the_command() -> Any:

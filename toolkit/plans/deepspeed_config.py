@@ -18,7 +18,7 @@ UPDATE_ELEMENTS = 100_000_000
 """Elements of a rank's shard that ZeRO 3 updates at a time: it copies their fp32 gradients first, 400 MB. DeepSpeed's
 default of a billion takes 4 GB beside the gradients themselves, in an update that moves as many bytes either way."""
 OFFLOADED_UPDATE_ELEMENTS = 1_000_000_000
-"""The same under offload, where the host updates in place, and where these are the pieces that disks are read in."""
+"""Elements per update under offload: the host updates in place, and disks are read in pieces of this size."""
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size on every rank: gathering them costs more than storing them."""
 

@@ -74,8 +74,12 @@ RULES: tuple[Rule, ...] = (
         reason="offload is offered with data parallel and ZeRO only: parity with tensor or pipeline axes is not proven",
     ),
     Rule(
-        forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.lora_rank > 0,
-        reason="LoRA adapters need unsplit linear layers; use data_parallel or zero",
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.quantized_base,
+        reason="4-bit weights (model.lora.quantize) can't be cut into shards or stages; use data_parallel or zero",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.lora_rank > 0,
+        reason="AutoTP does not cut adapters; leave tensor_by out: the toolkit's own shards do",
     ),
     Rule(
         forbids=lambda plan, job: plan.islands > 1 and plan.precision == "fp16",
@@ -155,8 +159,19 @@ RULES: tuple[Rule, ...] = (
         reason="ZeRO++ quantises 16-bit tensors; use precision bf16 or fp16",
     ),
     Rule(
-        forbids=lambda plan, job: plan.recompute == "selective",
-        reason="Hugging Face recomputes full layers; use recompute: full (sdpa and flash attention store no scores)",
+        forbids=lambda plan, job: job.workload.compiled and plan.zero_stage == 3,
+        reason="ZeRO 3 gathers parameters by hooks inside layers, at which compiled code breaks into pieces without "
+        "gain; use ZeRO 0 to 2, or model.compile: none",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.compiled and (plan.sp * plan.ep > 1 or plan.tensor_by == "autotp"),
+        reason="torch.compile has not been tried around the exchanges of sequence and expert parallel and of AutoTP; "
+        "use data, ZeRO, tensor or pipeline parallel, or model.compile: none",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.compiled and plan.recompute == "selective",
+        reason="selective recompute chooses single operators, which compiled layers no longer have; use recompute "
+        "none, full or offload",
     ),
     Rule(
         forbids=lambda plan, job: plan.precision == "fp16" and job.cluster.device.backend == "cpu",

@@ -29,6 +29,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             precision=recipe.model.precision,
             optimizer=recipe.train.optimizer,
             flash_attention=recipe.model.attention != "eager",
+            compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",
             grad_clip=recipe.train.grad_clip,
@@ -39,7 +40,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_problems(job), *_attention_problems(recipe.model, job), *_ignored(config), *job_problems(job)]
+    problems = [*_problems(job), *_kernel_problems(recipe.model, job), *_ignored(config), *job_problems(job)]
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -81,9 +82,11 @@ def _problems(job: Job) -> list[Problem]:
     return problems
 
 
-def _attention_problems(section: Model, job: Job) -> list[Problem]:
-    """Kernels that the device can't run."""
+def _kernel_problems(section: Model, job: Job) -> list[Problem]:
+    """Kernels that the device can't run, or that exclude each other."""
     device = job.cluster.device
+    if section.kernels == "liger" and section.compile == "layers":
+        return [Problem("model.compile", "layers given with kernels: liger; compiled layers make their own; use none")]
     if section.attention != "flash_attention_2" or device.flash_attention:
         return []
     what = f"flash_attention_2 given; it needs a device of Ampere's generation or later, not {device.name}; use sdpa"

@@ -25,6 +25,8 @@ class Workload:
     """Name of the optimizer, as in the recipe."""
     flash_attention: bool = True
     """Whether attention runs without storing its scores (sdpa or flash kernels)."""
+    compiled: bool = False
+    """Whether decoder layers run as code of torch.compile."""
     lora_rank: int = 0
     """Rank of LoRA adapters; 0: all weights are trained."""
     quantized_base: bool = False

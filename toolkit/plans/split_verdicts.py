@@ -75,6 +75,8 @@ def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
     """Cache key: model type, task, flags, library versions and tiny sizes. Sizes do not change how a model splits."""
     flags = {key: value for key, value in config.items() if isinstance(value, bool | str)}
     libraries = installed(_LIBRARIES)
-    how = [section.attention, section.task, asdict(axes)]
+    how: list[Any] = [section.attention, section.task, asdict(axes)]
+    if section.lora is not None:
+        how.append(["lora", section.lora.targets])
     what = json.dumps([flags, how, libraries, tiny_sizes(heads=4)], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"
