@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import os
 import random
@@ -24,7 +25,9 @@ from toolkit.checkpoints import store
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir, check
+from toolkit.runtime.distributed.process_group import all_reduce_wait, send_wait
 from toolkit.runtime.supervision.heartbeat_thread import HeartbeatThread
+from toolkit.runtime.supervision.supervise import collective_of
 from toolkit.runtime.supervision.warm_pool import enter_worker
 from toolkit.worker import Rank
 
@@ -86,6 +89,26 @@ def test_a_stopped_rank_is_named_with_the_collective(watched: Watched) -> None:
     assert done.seconds < 6 + 2 + 1
     for rank in (0, 1):
         assert "most recent call first" in done.run.log(rank).read_text()
+
+
+class Dumping:
+    """A collective under way: waiting for it dumps the stack into a file, as a hang does."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def wait(self) -> None:
+        with self.log.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=False)
+
+
+@pytest.mark.parametrize(("wait", "name"), [(all_reduce_wait, "all_reduce"), (send_wait, "send")])
+def test_a_collective_is_recognised_where_it_is_waited_for(
+    wait: Callable[[Any], None], name: str, tmp_path: Path
+) -> None:
+    """`Work.wait` is native code: without a Python function around it, no stack shows it."""
+    wait(Dumping(tmp_path / "stack"))
+    assert collective_of((tmp_path / "stack").read_text()) == name
 
 
 def stop_in_the_first_step(argv: tuple[str, ...], env: dict[str, str]) -> None:

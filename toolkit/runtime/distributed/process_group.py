@@ -174,6 +174,16 @@ def all_sum(values: torch.Tensor, group: Any = None) -> torch.Tensor:
     return values
 
 
+def all_reduce_wait(work: Any) -> None:
+    """Wait for an all-reduce that was started before. Like `send_wait`, a function so that stacks of a hang show it."""
+    work.wait()
+
+
+def send_wait(work: Any) -> None:
+    """Wait for a transfer between two ranks that was started before."""
+    work.wait()
+
+
 class HostSum:
     """A sum of whole numbers over ranks, in host memory: started at once, and waited for when it is read.
 
@@ -189,7 +199,7 @@ class HostSum:
     def total(self) -> int:
         """The sum."""
         if self._work is not None:
-            self._work.wait()
+            all_reduce_wait(self._work)
         return int(self._sum)
 
 

@@ -17,6 +17,7 @@ import torch
 from deepspeed.runtime.pipe import schedule as instructions
 
 from toolkit.runtime.distributed.mesh import Mesh
+from toolkit.runtime.distributed.process_group import send_wait
 from toolkit.runtime.metrics.step_clock import RECEIVE, Clock, NoClock, part
 
 BATCHES: tuple[str, ...] = ("nccl", "xccl", "hccl")
@@ -106,13 +107,13 @@ class Transfers:
             works = torch.distributed.batch_isend_irecv(operations)
             if received:  # on a device this orders streams; the host continues
                 for work in works:
-                    work.wait()
+                    send_wait(work)
         if not received:
             self._sending = [(work, [tensor for tensor, _ in sent]) for work in works]
 
     def _wait_for_sends(self) -> None:
         for work, _ in self._sending:
-            work.wait()
+            send_wait(work)
         self._sending = []
 
     def _outputs(self, buffer: int) -> list[torch.Tensor]:

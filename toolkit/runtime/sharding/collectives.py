@@ -9,6 +9,7 @@ import deepspeed.comm as dist
 import torch
 from torch.nn.functional import linear, pad
 
+from toolkit.runtime.distributed.process_group import all_reduce_wait
 from toolkit.runtime.layers.recompute import is_summed, keeps_products, note_sum
 from toolkit.runtime.models.parameter_shards import shares
 
@@ -130,7 +131,7 @@ class Reduction:
         total, work = self._total, self._work
         self._total, self._work, self._left = None, None, self._readers
         if work is not None:
-            work.wait()
+            all_reduce_wait(work)
             return total
         found = gradient if total is None else total
         return None if found is None else self._group.sum_into(found)

@@ -32,7 +32,7 @@ GRACE_SECONDS = 1.5
 STARTUP_SECONDS = 3600.0
 """No progress for this long before the end of the first step (loading, rendezvous, filling caches) is a hang."""
 POLL_SECONDS = 0.05
-DUMP_SECONDS = 1.0
+DUMP_SECONDS = 2.0
 """Maximum time for stack dumps to reach the logs."""
 
 
@@ -193,13 +193,14 @@ def _hang(own: OwnWorkers, beats: dict[int, Beat], run: RunDir, seconds: float) 
     here = {rank: beat for rank, beat in beats.items() if is_here(beat) and own.owns(beat.pid)}
     stopped = [rank for rank, beat in here.items() if is_stopped(beat.pid)]
     offsets = {rank: log_size(run.log(rank)) for rank in here}
-    for rank, beat in here.items():
-        _send(beat.pid, signal.SIGUSR2)
-        if rank in stopped:
-            _send(beat.pid, signal.SIGCONT)  # a stopped process dumps its stacks only when it continues
+    waiting = [rank for rank in here if rank not in stopped]
     deadline = time.monotonic() + DUMP_SECONDS
-    while time.monotonic() < deadline and not all(_stack(run, rank, offsets[rank]) for rank in here):
-        time.sleep(POLL_SECONDS)
+    for ranks in (waiting, stopped):  # in this order: a stopped rank must continue to dump, and the others with it
+        for rank in ranks:
+            _send(here[rank].pid, signal.SIGUSR2)
+            _send(here[rank].pid, signal.SIGCONT)
+        while time.monotonic() < deadline and not all(_stack(run, rank, offsets[rank]) for rank in ranks):
+            time.sleep(POLL_SECONDS)
     time.sleep(POLL_SECONDS)  # time for the last lines of the last dump
     stacks = {rank: _stack(run, rank, offsets[rank]) for rank in here}
     return hang_message(beats, stopped, stacks, run, seconds)
@@ -357,14 +358,14 @@ def oom_kills() -> int:
 
 _COLLECTIVES = re.compile(
     r"File \"[^\"]*(?:distributed|deepspeed/comm)[^\"]*\", line \d+ in "
-    r"(all_reduce\w*|all_gather\w*|reduce_scatter\w*|reduce|broadcast\w*|barrier|all_to_all\w*|send|recv|gather\w*|wait)\b"
+    r"(all_reduce\w*|all_gather\w*|reduce_scatter\w*|reduce|broadcast\w*|barrier|all_to_all\w*|send\w*|recv|gather\w*|wait)\b"
 )
 
 
 def collective_of(stack: str) -> str:
     """The collective that a dumped stack waits in; empty if none."""
     match = _COLLECTIVES.search(stack)
-    return match[1] if match else ""
+    return match[1].removesuffix("_wait") if match else ""
 
 
 def main_stack(dump: str) -> str:
