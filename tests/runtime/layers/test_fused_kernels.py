@@ -36,10 +36,6 @@ def test_kernels_give_the_results_of_the_plain_model() -> None:
     assert all(row["difference"] < 1e-5 for row in rows), rows
 
 
-def test_auto_uses_none_on_a_cpu() -> None:
-    assert fused_kernels.kernels_of(model("llama")) == ()
-
-
 def test_asked_for_and_not_there_is_bad_input(
     tmp_path: Path, recipe_mapping: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

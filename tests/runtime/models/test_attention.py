@@ -123,6 +123,24 @@ def test_sdpa_per_document_equals_written_out_scores(name: str, block: int, monk
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_on_the_host_are_one_node_with_the_bits_of_sdpa(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, generator = Documents.of_lengths((11, 11, 3, 20, 5), 2), torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 25, 8), (2, 2, 25, 8), (2, 2, 25, 8))
+    tensors = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    results = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr(attention_kernels, "_is_for_host_kernel", lambda *call: False)
+        flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
+        output = attention_kernels.by_document(*flat, documents, Request(causal=causal, scale=0.3))
+        assert ("HostDocuments" in type(output.grad_fn).__name__) is at_once
+        results.append([output, *torch.autograd.grad(output.square().sum(), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 class Recorder:
     """Stands in for a GPU kernel: records its bounds and computes by them."""
 

@@ -30,7 +30,7 @@ from toolkit.runtime.models.attention import (
 )
 from toolkit.runtime.models.build import load_config
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.tiny_models import tiny_config
+from toolkit.runtime.models.tiny_models import trial_config
 from toolkit.runtime.models.trials import tried
 
 BACKEND = "inductor"
@@ -75,7 +75,7 @@ def why_not(section: Model, backend: str = BACKEND) -> str:
     if reason := attention.why_not(config, section.task):
         return f"{config.model_type} keeps transformers' attention: {reason}"
     try:
-        tiny = tiny_config(config)
+        tiny = trial_config(config)
     except Exception as error:  # configs that differ by layer refuse to be read as one
         return f"no tiny model can be made of it: {first_line(error)}"
     return tried("compile", tiny, [backend], lambda: _trial(dict(tiny), backend))

@@ -1,8 +1,9 @@
-"""Liger's fused kernels: norms, rotary embeddings and gated MLPs, each used only if it changes nothing but the speed.
+"""Fused kernels: norms, rotary embeddings and gated MLPs, each used only if it changes nothing but the speed.
 
-Every kernel that Liger has for a model type is tried on a tiny model, on this machine's device, and left out with a
-line if results or gradients differ. Liger's losses are never used: the toolkit's own head computes the loss in blocks
-under vocabulary shards, in a pipeline's last stage and with scaled or capped logits, too, where Liger's can't.
+On GPUs they are Liger's, on CPUs those of `host_kernels.py`. Every kernel that there is for a model type is tried on a
+tiny model, on this machine's device, and left out with a line if results or gradients differ. Liger's losses are never
+used: the toolkit's own head computes the loss in blocks under vocabulary shards, in a pipeline's last stage and with
+scaled or capped logits, too, where Liger's can't.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +24,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Model
+from toolkit.runtime.layers import host_kernels
 from toolkit.runtime.models.attention import LARGEST, TOLERANCE, largest_difference, outcome, trial_batches
 from toolkit.runtime.models.build import load_config
-from toolkit.runtime.models.tiny_models import tiny_config
+from toolkit.runtime.models.tiny_models import trial_config
 from toolkit.runtime.models.trials import tried
 from toolkit.verdicts import installed
 
 PACKAGE = "liger_kernel"
+ABSENT = "the model has no such operator"
 LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 """Switches of Liger's functions that are always off."""
 
 
 def kernels_of(section: Model) -> tuple[str, ...]:
-    """Names of the fused kernels that a recipe's model uses on this machine, as Liger calls them.
+    """Names of the fused kernels that a recipe's model uses on this machine.
 
     `BadInput` if they were asked for and can't run here.
     """
@@ -43,21 +47,28 @@ def kernels_of(section: Model) -> tuple[str, ...]:
     if reason := why_not_here():
         if section.kernels == "liger":
             raise BadInput("model.kernels", f"liger given; {reason}; use auto or none")
-        return ()
+        if not _on_host() or section.precision != "fp32":
+            return ()
     config = load_config(section)
-    offered = _offered(config.model_type)
-    if not offered:
-        _say_once(f"Liger {_version()} has no kernels for {config.model_type}")
-        return ()
     try:
-        tiny = tiny_config(config)
+        tiny = trial_config(config)
     except Exception as error:  # configs that differ by layer refuse to be read as one
         _say_once(f"no fused kernels: no tiny model can be made to try them: {first_line(error)}")
         return ()
-    refused = {name: _refusal(name, tiny) for name in offered}
+    if reason:
+        return _that_agree(host_kernels.NAMES, tiny, HOST, "The host's")
+    offered = _offered(config.model_type)
+    if not offered:
+        _say_once(f"Liger {_version()} has no kernels for {config.model_type}")
+    return _that_agree(offered, tiny, LIGER, "Liger's")
+
+
+def _that_agree(names: tuple[str, ...], tiny: dict[str, Any], kernels: _Kernels, whose: str) -> tuple[str, ...]:
+    """Kernels that give the results of the plain model; a line for each other one that the model has a place for."""
+    refused = {name: _refusal(name, tiny, kernels) for name in names}
     for name, reason in refused.items():
-        if reason:
-            _say_once(f"Liger's {name} is left out: {reason}")
+        if reason and reason != ABSENT:
+            _say_once(f"{whose} {name} is left out: {reason}")
     return tuple(name for name, reason in refused.items() if not reason)
 
 
@@ -77,20 +88,44 @@ def _interpreted() -> bool:
     return bool(importlib.import_module("triton").knobs.runtime.interpret)
 
 
+def _on_host() -> bool:
+    return get_accelerator().device_name() == "cpu"
+
+
 def install(model: Any, section: Model) -> None:
     """Make a recipe's model use its kernels. It may be hollow; layers of a pipeline must not be stand-ins yet."""
     names = kernels_of(section)
-    if names:
-        _apply(model.get_base_model() if section.lora is not None else model, names)
+    base = model.get_base_model() if section.lora is not None else model
+    if why_not_here():
+        if _on_host():
+            host_kernels.apply(base, names)  # without names: what a model before this one used is taken out
+        if names:
+            _say_once(f"fused operators in plain torch: {', '.join(names)}")
+    elif names:
+        _apply_liger(base, names)
         _say_once(f"fused kernels of Liger {_version()}: {', '.join(names)}")
 
 
-def _apply(model: Any, names: tuple[str, ...]) -> None:
+@dataclass(frozen=True)
+class _Kernels:
+    """Kernels of one origin."""
+
+    apply: Callable[[Any, tuple[str, ...]], None]
+    """Make a model use those of these names."""
+    packages: tuple[str, ...] = ()
+    """Packages whose versions decide about results."""
+    has_place: Callable[[Any, str], bool] = lambda model, name: True
+    """Whether a model has the operator that a kernel replaces."""
+
+
+def _apply_liger(model: Any, names: tuple[str, ...]) -> None:
     """Let Liger change the modules of one model.
 
     Liger 0.8.5 also replaces classes and functions in transformers' module, so models built later would be fused,
     tiny ones on the host included. Classes are put back; functions, which layers look up by name, decide by device.
     """
+    if not names:
+        return
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
     change = _functions()[model.config.model_type]
@@ -130,13 +165,13 @@ def _offered(model_type: str) -> tuple[str, ...]:
     return tuple(name for name in _switches(change) if name not in LOSSES) if change else ()
 
 
-def _refusal(name: str, tiny: dict[str, Any]) -> str:
+def _refusal(name: str, tiny: dict[str, Any], kernels: _Kernels) -> str:
     """Why a kernel is not used; empty if it gives the results of the plain model."""
-    how = [name, get_accelerator().device_name(), installed(("liger-kernel", "triton"))]
-    return tried("kernel", tiny, how, lambda: _trial(dict(tiny), name))
+    how = [name, get_accelerator().device_name(), installed(kernels.packages)]
+    return tried("kernel", tiny, how, lambda: _trial(dict(tiny), name, kernels))
 
 
-def _trial(values: dict[str, Any], name: str) -> str:
+def _trial(values: dict[str, Any], name: str, kernels: _Kernels) -> str:
     kind = values.pop("model_type")
     config = AutoConfig.for_model(kind, **values)
     with torch.device("meta"):
@@ -152,7 +187,9 @@ def _trial(values: dict[str, Any], name: str) -> str:
         for names in ((), (name,)):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).eval()
-            with _for_a_while(model, names):
+            if not kernels.has_place(model, name):
+                return ABSENT
+            with _for_a_while(model, names, kernels):
                 run = functools.partial(_logits, model, there)
                 outcomes.append(outcome(model, run, there))
         worst = max(worst, largest_difference(*outcomes))
@@ -165,18 +202,21 @@ def _logits(model: Any, micro: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _for_a_while(model: Any, names: tuple[str, ...]) -> Iterator[None]:
+def _for_a_while(model: Any, names: tuple[str, ...], kernels: _Kernels) -> Iterator[None]:
     """A model with kernels; afterwards transformers' module is as it was."""
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
     try:
-        if names:
-            _apply(model, names)
+        kernels.apply(model, names)
         yield
     finally:
         for name, value in before.items():
             if vars(module).get(name) is not value:
                 setattr(module, name, value)
+
+
+LIGER = _Kernels(_apply_liger, ("liger-kernel", "triton"))
+HOST = _Kernels(host_kernels.apply, has_place=lambda model, name: name in host_kernels.offered(model))
 
 
 def _version() -> str:

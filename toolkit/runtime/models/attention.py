@@ -28,7 +28,7 @@ from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_config
+from toolkit.runtime.models.tiny_models import VOCABULARY, trial_config
 from toolkit.runtime.models.trials import tried
 
 TOLERANCE = 1e-4
@@ -262,11 +262,9 @@ def install(model: Any, section: Model) -> None:
 def why_not(config: PretrainedConfig, task: str | None) -> str:
     """Why a model can't use this attention; empty if it can. Tried on a tiny model."""
     try:
-        tiny = tiny_config(config)
+        tiny = trial_config(config)
     except Exception as error:  # configs that differ by layer refuse to be read as one
         return f"no tiny model can be made of it: {first_line(error)}"
-    if "kv_lora_rank" in tiny:  # latent attention has one key per head
-        tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     if getattr(config, "sliding_window", None) is not None:
         tiny["sliding_window"] = 4
     return tried("attention", tiny, [task], lambda: _trial(dict(tiny), task))

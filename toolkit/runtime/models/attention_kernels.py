@@ -59,9 +59,61 @@ def by_document(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, ask: Request
 ) -> torch.Tensor:
     """SDPA inside each document; neighbours of the same length are one batch. Exact on every device and type."""
+    if _is_for_host_kernel(query, key, value, documents, ask):
+        return _HostDocuments.apply(query, key, value, documents.runs, ask)  # type: ignore[no-any-return, no-untyped-call]
     sizes = [count * length for count, length in documents.runs]
     parts = (torch.split(tensor, sizes) for tensor in (query, key, value))
     return torch.cat([_run(q, k, v, run, ask) for run, q, k, v in zip(documents.runs, *parts, strict=True)])
+
+
+def _is_for_host_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: Documents, ask: Request
+) -> bool:
+    """Whether torch's flash kernel for CPUs can compute every document: the choice that SDPA itself would make."""
+    windowed = ask.window is not None and not (ask.causal and documents.longest <= ask.window)
+    fits = ask.plain and not windowed and not ask.dropout and query.shape[-1] == value.shape[-1]
+    return fits and query.device.type == "cpu" and all(t.stride(-1) == 1 for t in (query, key, value))
+
+
+class _HostDocuments(torch.autograd.Function):
+    """torch's flash kernel for CPUs, once per run of documents: one node of the autograd graph, not ten per run.
+
+    The kernel is the one that SDPA calls on a CPU in torch 2.13, so results are the same, bit for bit.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        runs: list[tuple[int, int]],
+        ask: Request,
+    ) -> torch.Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        parts = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
+        found = [kernel(*part, 0.0, ask.causal, scale=ask.scale) for part in parts]
+        output = torch.cat([out.transpose(1, 2).flatten(0, 1) for out, _ in found])
+        ctx.runs, ctx.ask = runs, ask
+        ctx.save_for_backward(query, key, value, output, *(spread for _, spread in found))
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, key, value, output, *spreads = ctx.saved_tensors
+        cut = (_cut(tensor, ctx.runs) for tensor in (gradient.contiguous(), query, key, value, output))
+        parts = zip(*cut, spreads, strict=True)
+        found = [kernel(*part, 0.0, ctx.ask.causal, scale=ctx.ask.scale) for part in parts]
+        joined = (torch.cat([each.transpose(1, 2).flatten(0, 1) for each in same]) for same in zip(*found, strict=True))
+        return *joined, None, None
+
+
+def _cut(tokens: torch.Tensor, runs: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """(tokens, heads, width) → each run of documents as a batch."""
+    parts = torch.split(tokens, [count * length for count, length in runs])
+    return [_batched(part, run) for part, run in zip(parts, runs, strict=True)]
 
 
 def _run(

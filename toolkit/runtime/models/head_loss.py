@@ -20,7 +20,7 @@ from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.micro_batch import IGNORE
-from toolkit.runtime.models.tiny_models import tiny_config
+from toolkit.runtime.models.tiny_models import trial_config
 from toolkit.runtime.models.trials import tried
 
 BLOCK_ELEMENTS = 2**25
@@ -289,7 +289,7 @@ def why_not(section: Model) -> str:
     if section.task not in (None, "causal-lm"):
         return f"{section.task} has another loss"
     try:
-        config = tiny_config(load_config(section))
+        config = trial_config(load_config(section))
     except Exception as error:  # configs that differ by layer refuse to be read as one
         return f"no tiny model can be made of it: {first_line(error)}"
     attention = without_gpu(section.attention)

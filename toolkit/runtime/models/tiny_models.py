@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, tiny_sizes
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
-__all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "tiny_config", "tiny_of_type"]
+__all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "tiny_config", "tiny_of_type", "trial_config"]
 
 
 def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
@@ -28,6 +28,14 @@ def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) ->
     if _has(base, "attention_types"):  # GPT-Neo: kinds of layers, and how often they repeat
         values["attention_types"] = [[base.attention_types[0][0], LAYERS // len(base.attention_types[0][0])]]
     return {**flags, **values, **_random_settings(base, dropout), "model_type": base.model_type}
+
+
+def trial_config(base: PretrainedConfig) -> dict[str, Any]:
+    """A tiny config for trials of single operators; for `tried`, which keeps verdicts by config."""
+    tiny = tiny_config(base)
+    if "kv_lora_rank" in tiny:  # latent attention has one key per head
+        tiny["num_key_value_heads"] = tiny["num_attention_heads"]
+    return tiny
 
 
 def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def _key(what: str, config: dict[str, Any], how: list[Any]) -> str:
 
 @functools.cache
 def _sources(asking: str) -> str:
-    """Digest of this package and the file that asks: a verdict on other code says nothing."""
+    """Digest of this package and the one that asks: a verdict on other code says nothing."""
     digest = hashlib.sha256()
-    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(asking)):
+    for path in sorted({*Path(__file__).parent.glob("*.py"), *Path(asking).parent.glob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
