@@ -70,14 +70,22 @@ def test_v100_has_no_flash_attention() -> None:
     assert not DEVICES["V100-SXM2-32GB"].flash_attention
 
 
-def test_flash_attention_2_is_refused_on_v100(capsys: pytest.CaptureFixture[str]) -> None:
-    """D4: the setting was accepted, and failed on the devices."""
+@pytest.mark.parametrize(
+    ("asked", "device"),
+    [("2", "V100-SXM2-32GB"), ("3", "V100-SXM2-32GB"), ("3", "A100-SXM4-80GB"), ("3", "B200-SXM")],
+)
+def test_flash_attention_is_refused_where_it_has_no_kernels(
+    asked: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D4: the setting was accepted, and failed on the devices. flash-attn 3 has kernels for Hopper only."""
     from toolkit.cli import main
 
-    asked = ["plan", "demo", "model={path: gpt2-xl, attention: flash_attention_2, precision: fp16}", "data.seq_len=512"]
-    code = main([*asked, "cluster={device: V100-SXM2-32GB}"])
-    assert code == 2
-    assert "V100-SXM2-32GB" in capsys.readouterr().err
+    model = f"model={{path: gpt2-xl, attention: flash_attention_{asked}, precision: fp16}}"
+    assert main(["plan", "demo", model, "data.seq_len=512", f"cluster={{device: {device}}}"]) == 2
+    error = capsys.readouterr().err
+    assert "model.attention" in error
+    assert device in error
+    assert main(["plan", "demo", model, "data.seq_len=512", "cluster={device: H100-SXM5-80GB}"]) == 0
 
 
 def test_bf16_on_v100_is_slow_and_said_to_be() -> None:

@@ -68,12 +68,17 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Bytes per token for inputs and outputs of two norms; dropout adds a mask.
 
     Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
-    eager_rms = e.software.fusion == "eager" and shape.gated and not fused
+    eager_rms = e.software.fusion == "eager" and shape.gated and not fused and not _fused_on_host(e)
     norm = (8.0 if e.element_bytes == 2 else 6.0) if eager_rms else 4.0
     if eager_rms and e.drops_gradients and e.lora_rank:
         norm -= 2.0  # of frozen weights there is no gradient, for which the normalised input is kept
     masks = 1.0 if e.software.dropout else 0.0
     return 2 * (norm + masks) * shape.hidden
+
+
+def _fused_on_host(e: Execution) -> bool:
+    """Whether norms are those of `runtime/layers/host_kernels.py`, which keep nothing but their input."""
+    return e.drops_gradients and e.element_bytes == 4 and e.cluster.device.backend == "cpu"
 
 
 def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
@@ -93,7 +98,7 @@ def _normed_bytes(e: Execution, width: int) -> float:
     """Bytes per token that the norms of queries and keys keep: inputs in fp32 and normalised ones (rehearsed)."""
     if not e.drops_gradients or e.model.model_type not in NORMED_QUERIES:
         return 0.0
-    normed = 0.0 if e.lora_rank else 2.0  # for the gradient of the norm's weights, which adapters leave frozen
+    normed = 0.0 if e.lora_rank or _fused_on_host(e) else 2.0  # for the gradient of the norm's weights, which adapters leave frozen
     return (4.0 if e.element_bytes == 2 else 2.0) * width + normed * width
 
 

@@ -16,6 +16,9 @@ from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.sections import Model, Recipe
 from toolkit.resources import CONFIGS
 
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+"""Devices that flash-attn 3 has kernels for."""
+
 
 def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     """Everything that planning depends on; raises `BadInput` if model, data and cluster do not match."""
@@ -87,9 +90,14 @@ def _kernel_problems(section: Model, job: Job) -> list[Problem]:
     device = job.cluster.device
     if section.kernels == "liger" and section.compile == "layers":
         return [Problem("model.compile", "layers given with kernels: liger; compiled layers make their own; use none")]
-    if section.attention != "flash_attention_2" or device.flash_attention:
+    if not section.attention.startswith("flash_attention"):
         return []
-    what = f"flash_attention_2 given; it needs a device of Ampere's generation or later, not {device.name}; use sdpa"
+    generation, has = "Ampere's generation or later", device.flash_attention
+    if section.attention == "flash_attention_3" and device.backend == "cuda":
+        generation, has = "Hopper's generation", device.name.startswith(HOPPER)
+    if has:
+        return []
+    what = f"{section.attention} given; it needs a device of {generation}, not {device.name}; use auto"
     return [Problem("model.attention", what)]
 
 

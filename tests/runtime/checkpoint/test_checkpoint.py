@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from benchmarks.harness.checkpoint_layouts import LAYOUTS, assert_equal, resume_
 from benchmarks.harness.self_killing import spike_at_step_9
 from tests.conftest import Finished, Trainer
 from toolkit.checkpoints import store
+from toolkit.runtime.checkpoint import saver as saver_module
 from toolkit.runtime.checkpoint.fragments import share
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.checkpoint.saver import Snapshots
@@ -234,3 +237,51 @@ def test_a_spike_is_rewound_and_its_batches_skipped(train: Trainer) -> None:
     assert "back to step 8, 8 samples are skipped" in done.run.log(0).read_text()
     state = json.loads((saved(done, STEPS) / "state.json").read_text())
     assert state["samples"] == 8 * (STEPS + 1), "the batch of the spike was used once and left behind"
+
+
+class Streams:
+    """Stands in for the streams of an accelerator: records what happens on which, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = "compute"
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 3
+
+    def set_device(self, device: int) -> None:
+        self.log.append(f"device {device}")
+
+    def Event(self) -> Streams:  # noqa: N802
+        return self
+
+    def Stream(self) -> Streams:  # noqa: N802
+        return self
+
+    def record(self) -> None:
+        self.log.append(f"event on {self.current}")
+
+    def wait_event(self, event: object) -> None:
+        self.log.append("side waits for event")
+
+    def synchronize(self) -> None:
+        self.log.append("host waits for side")
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        self.current = "side"
+        yield
+        self.current = "compute"
+
+
+def test_copies_run_beside_the_steps_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = Streams()
+    monkeypatch.setattr(saver_module, "get_accelerator", lambda: streams)
+    reached = saver_module._reached()
+    with saver_module.copying_after(reached):
+        streams.log.append(f"copy on {streams.current}")
+    expected = ["event on compute", "device 3", "side waits for event", "copy on side", "host waits for side"]
+    assert streams.log == expected

@@ -5,6 +5,7 @@ Every rank writes its own fragments; then rank 0 commits. A crash at any moment 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import shutil
 import threading
@@ -96,8 +97,7 @@ class Saver:
         if self.recipe.checkpoint.asynchronous:
             files = rank_files(share(_with_copied_buffers(self.state.fragments())), self.world.rank)
             self._copied.clear()
-            device = get_accelerator().current_device()
-            arguments = (step, files, documents, device)
+            arguments = (step, files, documents, _reached())
             self._writing = threading.Thread(target=self._write_in_background, args=arguments, daemon=True)
             self._writing.start()
         else:
@@ -121,11 +121,13 @@ class Saver:
             self._copied.wait()
             self.stalls[-1] += time.perf_counter() - started
 
-    def _write_in_background(self, step: int, files: list[RankFile], documents: dict[str, bytes], device: int) -> None:
+    def _write_in_background(
+        self, step: int, files: list[RankFile], documents: dict[str, bytes], reached: Reached
+    ) -> None:
         try:
-            get_accelerator().set_device(device)  # a new thread starts on device 0
             try:
-                copies = self._snapshots.copy(files)
+                with copying_after(reached):
+                    copies = self._snapshots.copy(files)
             finally:
                 self._copied.set()
             self._write(step, copies, documents)
@@ -204,6 +206,42 @@ def _file_name(rank: int, number: int) -> str:
     return f"rank-{rank:05d}-{number}.safetensors"
 
 
+@dataclass(frozen=True)
+class Reached:
+    """How far the computation has come when a save begins."""
+
+    device: int
+    event: Any
+    """Of the compute stream; None where the host is the device."""
+
+
+def _reached() -> Reached:
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return Reached(accelerator.current_device(), None)
+    event = accelerator.Event()
+    event.record()
+    return Reached(accelerator.current_device(), event)
+
+
+@contextlib.contextmanager
+def copying_after(reached: Reached) -> Iterator[None]:
+    """Copies inside this context, in any thread, run on a stream of their own, beside steps that are started later.
+
+    They wait for what was started before the save, and are done when the context ends.
+    """
+    accelerator = get_accelerator()
+    accelerator.set_device(reached.device)  # a new thread starts on device 0
+    if reached.event is None:
+        yield
+        return
+    stream = accelerator.Stream()
+    stream.wait_event(reached.event)
+    with accelerator.stream(stream):
+        yield
+    stream.synchronize()
+
+
 class Snapshots:
     """Copies of the state in host memory, which the next save uses again."""
 
@@ -223,7 +261,7 @@ class Snapshots:
             # Pinned if the tensor is on a GPU: the copy is then several times faster.
             memory = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self._memory[key] = memory
-        return memory.copy_(tensor.detach())
+        return memory.copy_(tensor.detach(), non_blocking=True)  # `copying_after` waits for all copies together
 
 
 Outcome = tuple[dict[str, FileEntry], list[Piece], str]
