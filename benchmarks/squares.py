@@ -25,7 +25,7 @@ from toolkit.sessions.rehearse import rehearse
 from toolkit.sessions.resolve import resolve
 
 TYPES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt", "falcon",
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "phi", "smollm3",
     "starcoder2", "olmo2", "cohere", "granite", "glm4", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3",
 )  # fmt: skip
 STRATEGIES: dict[str, dict[str, Any]] = {

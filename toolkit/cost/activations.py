@@ -98,7 +98,9 @@ def _normed_bytes(e: Execution, width: int) -> float:
     """Bytes per token that the norms of queries and keys keep: inputs in fp32 and normalised ones (rehearsed)."""
     if not e.drops_gradients or e.model.model_type not in NORMED_QUERIES:
         return 0.0
-    normed = 0.0 if e.lora_rank or _fused_on_host(e) else 2.0  # for the gradient of the norm's weights, which adapters leave frozen
+    normed = (
+        0.0 if e.lora_rank or _fused_on_host(e) else 2.0
+    )  # for the gradient of the norm's weights, which adapters leave frozen
     return (4.0 if e.element_bytes == 2 else 2.0) * width + normed * width
 
 

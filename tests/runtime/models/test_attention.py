@@ -284,6 +284,22 @@ def test_no_tensor_over_all_pairs_of_tokens(kind: str, data: str) -> None:
         forward(net, micro).logits.square().mean().backward()
 
 
+class NoReads(TorchDispatchMode):
+    """Fails where the host reads a value, for which it would wait for a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads a value"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_forward_pass_reads_nothing_from_the_device(kind: str) -> None:
+    """gpt2 looks for padding ids where the config names one."""
+    net = build_model(model(kind, **SIZES, pad_token_id=1), seed=0).train()
+    with NoReads():
+        forward(net, long_batch("packed").located()).logits.square().mean().backward()
+
+
 def test_the_guard_against_squares_sees_a_mask() -> None:
     net = build_model(replace(model("llama", **SIZES), attention="eager"), seed=0)
     with NoSquares(), pytest.raises(AssertionError, match="148, 148"):

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 import transformers.masking_utils as masking
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -250,6 +256,7 @@ def without_gpu(asked: Any) -> Any:
 
 def install(model: Any, section: Model) -> None:
     """Make a model use this attention, or say why it keeps transformers' own."""
+    _leave_out_padding_check(model)
     kernel = kernel_of(section)
     if kernel is None:
         return
@@ -257,6 +264,16 @@ def install(model: Any, section: Model) -> None:
         _say_once(f"{model.config.model_type} keeps transformers' attention: {reason}")
         return
     model.set_attn_implementation(NAMES[kernel])
+
+
+def _leave_out_padding_check(model: torch.nn.Module) -> None:
+    """Let forward passes not look for padding ids, for which transformers 5.22.2 reads from the device in every pass.
+
+    It does so in gpt2 and others, to recommend an attention mask; padded micro-batches always come with one.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.warn_if_padding_and_no_attention_mask = lambda *given: None  # type: ignore[method-assign]
 
 
 def why_not(config: PretrainedConfig, task: str | None) -> str:
