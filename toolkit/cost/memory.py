@@ -46,11 +46,19 @@ def memory(plan: Plan, job: Job) -> Memory:
 
 def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
     """Memory of the fullest pipeline stage: the first or the last, unless the plan cuts them itself."""
-    inner: dict[tuple[int, float], int] = {}  # of alike stages the first has the most micro-batches in flight
+    inner: dict[int, int] = {}  # of alike stages the first has the most micro-batches in flight
     for index in range(1, e.pp - 1) if e.stage_layers else ():
-        inner.setdefault((e.stage_layers[index], _stage_params(e, index)), index)
-    indices = sorted({0, e.pp - 1, *inner.values()})
-    return max((_stage(e, index, cal) for index in indices), key=lambda stage: stage.total)
+        inner.setdefault(e.stage_layers[index], index)
+    first = e.stage_layers[0] if e.stage_layers else 0
+    larger = [index for layers, index in inner.items() if layers > first]  # the others hold less than the first stage
+    return max((_stage(e, index, cal) for index in sorted({0, *larger, e.pp - 1})), key=lambda stage: stage.total)
+
+
+def least_bytes(e: Execution) -> float:
+    """A lower bound of the first stage's peak: weights, states and what layers keep. Quick, for pruning."""
+    params = _stage_params(e, 0)
+    states = 0.0 if e.offload != "none" else state_bytes(e, params) / state_shards(e)
+    return _param_bytes(e, params) + states + kept_bytes(e, _layers(e, 0), _in_flight(e, 0))
 
 
 def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
