@@ -57,7 +57,7 @@ def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
 def least_bytes(e: Execution) -> float:
     """A lower bound of the first stage's peak: weights, states and what layers keep. Quick, for pruning."""
     params = _stage_params(e, 0)
-    states = 0.0 if e.offload != "none" else state_bytes(e, params) / state_shards(e)
+    states = state_bytes(e, params) / state_shards(e) if e.offload == "none" else 0.0
     return _param_bytes(e, params) + states + kept_bytes(e, _layers(e, 0), _in_flight(e, 0))
 
 
@@ -77,8 +77,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         parts["optimizer"] += exchange_bytes(e, params)
     kept = kept_bytes(e, _layers(e, index), _in_flight(e, index))
     if e.drops_gradients and e.cluster.device.backend != "cpu":
-        peak: Moment = max(step_moments(e, index, params, kept, parts), key=_total)
-        parts |= peak
+        parts |= max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
     else:
         parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
         parts["buffers"] += _step_peak(e, params, parts)
@@ -104,10 +103,6 @@ def step_moments(e: Execution, index: int, params: float, kept: float, parts: Ma
         yield from step.head()
     yield from step.layers()
     yield from step.ends()
-
-
-def _total(moment: Moment) -> float:
-    return sum(moment.values())
 
 
 class _Step:
