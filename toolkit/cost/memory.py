@@ -22,7 +22,7 @@ from toolkit.cost.activations import (
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, of_plan, quantized_width
+from toolkit.cost.execution import Execution, of_plan, quantized_width, remote_expert_params, routed_expert_params
 from toolkit.cost.optimizer_step import grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
 from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
@@ -57,8 +57,8 @@ def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
 def least_bytes(e: Execution) -> float:
     """A lower bound of the first stage's peak: weights, states and what layers keep. Quick, for pruning."""
     params = _stage_params(e, 0)
-    states = state_bytes(e, params) / state_shards(e) if e.offload == "none" else 0.0
-    return _param_bytes(e, params) + states + kept_bytes(e, _layers(e, 0), _in_flight(e, 0))
+    kept = kept_bytes(e, _layers(e, 0), _in_flight(e, 0))
+    return _param_bytes(e, params) + _own_state_bytes(e, params) + kept
 
 
 def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
@@ -67,7 +67,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     parts = {
         "params": _param_bytes(e, params),
         "grads": grad_bytes(e, params),
-        "optimizer": 0.0 if e.offload != "none" else state_bytes(e, params) / state_shards(e),
+        "optimizer": _own_state_bytes(e, params),
         "activations": 0.0,
         "logits": logit_bytes(e) if index == e.pp - 1 else 0.0,  # freed before layers go backward
         "gathered": _gathered(e),
@@ -77,7 +77,8 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         parts["optimizer"] += exchange_bytes(e, params)
     kept = kept_bytes(e, _layers(e, index), _in_flight(e, index))
     if e.drops_gradients and e.cluster.device.backend != "cpu":
-        parts |= max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
+        peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
+        parts |= peak
     else:
         parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
         parts["buffers"] += _step_peak(e, params, parts)
@@ -210,6 +211,11 @@ class _Step:
         return max(need, flat) if e.zero_stage == 0 else need + self.buckets
 
 
+def _own_state_bytes(e: Execution, params: float) -> float:
+    """Bytes of optimizer states on the device."""
+    return state_bytes(e, params) / state_shards(e) if e.offload == "none" else 0.0
+
+
 def _layers(e: Execution, index: int) -> int:
     """Layers of a stage."""
     if e.stage_layers:
@@ -261,22 +267,12 @@ def _stage_params(e: Execution, index: int) -> float:
         total += model.head_params
         if e.pp > 1 and model.tied_embeddings:
             total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
-    return (total - _remote_experts(e) * layers / model.layers) / e.tp
-
-
-def _remote_experts(e: Execution) -> float:
-    """Parameters of routed experts that other expert-parallel ranks hold."""
-    return e.model.moe_layers * _routed_params(e) * (1 - 1 / e.ep)
-
-
-def _routed_params(e: Execution) -> int:
-    """Parameters of the routed experts of one mixture layer."""
-    return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
+    return (total - remote_expert_params(e) * layers / model.layers) / e.tp
 
 
 def _expert_gradients(e: Execution) -> float:
     """Bytes of gradients of a layer's experts, which are one tensor per matrix: too large for a bucket, they wait."""
-    routed = _routed_params(e) / e.ep / e.tp
+    routed = routed_expert_params(e) / e.ep / e.tp
     return e.element_bytes * routed if e.zero_stage and not e.lora_rank and routed / 3 > _own_bucket(e) else 0.0
 
 
@@ -315,7 +311,7 @@ def _gathered(e: Execution) -> float:
         return e.element_bytes * e.model.hidden * max(e.model.ffn, e.model.hidden)
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
-    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
     if not e.drops_gradients:
         return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
@@ -334,7 +330,7 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
     total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
-    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
     more = layer + _own_bucket(e) / 4 if first_layer else 0.0  # and the bucket of the next ones
     if not first_layer and (e.lora_rank or (e.model.tied_embeddings and e.recompute.kept < 1)):
         more = table  # of a frozen head, DeepSpeed notices the end late
