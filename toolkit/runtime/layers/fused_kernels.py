@@ -89,7 +89,7 @@ def _interpreted() -> bool:
 
 
 def _on_host() -> bool:
-    return get_accelerator().device_name() == "cpu"
+    return bool(get_accelerator().device_name() == "cpu")
 
 
 def install(model: Any, section: Model) -> None:

@@ -31,7 +31,8 @@ class _Norm(torch.autograd.Function):
         inverse = length.square_().div_(hidden.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(hidden, weight, inverse)
         ctx.shift = shift
-        return (hidden * inverse).mul_(weight + shift if shift else weight)
+        output: torch.Tensor = (hidden * inverse).mul_(weight + shift if shift else weight)
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -121,7 +122,7 @@ def _rotated(
 def _norms(model: Any) -> list[tuple[Any, float, float]]:
     """RMS norms of a model: module, epsilon, shift of the weight."""
     kinds = {type(module) for module in model.modules() if type(module).__name__.endswith("RMSNorm")}
-    shifts = {kind: _shift(kind) for kind in kinds}
+    shifts = {kind: _shift(kind) for kind in kinds}  # type: ignore[arg-type]
     found = []
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))

@@ -273,7 +273,7 @@ def _leave_out_padding_check(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.warn_if_padding_and_no_attention_mask = lambda *given: None  # type: ignore[method-assign]
+            module.warn_if_padding_and_no_attention_mask = lambda *given: None
 
 
 def why_not(config: PretrainedConfig, task: str | None) -> str:
