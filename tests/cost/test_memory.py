@@ -206,7 +206,7 @@ MEASURED = [
 ]  # fmt: skip
 """ZeRO stage, micro-batch, recompute, MiB of live tensors at the peak: the demo on 4 processes, torch 2.13, DeepSpeed
 0.19.8, with the norms of `host_kernels.py`; the smallest of up to four runs, because late reductions add buckets.
-(2, 1, "full") is an earlier figure: measured again it is 35.9, with and without those norms, 5.6% below the prediction."""
+(2, 1, "full") is an earlier figure: measured again it is 35.9, with and without those norms, 5.6% below prediction."""
 
 
 REHEARSED = [(2, 4, 56.34), (3, 4, 45.04)]
