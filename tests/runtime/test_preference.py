@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,8 @@ from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
+
+pytestmark = pytest.mark.slow
 
 LENGTHS = [(4, 5, 3), (2, 1, 6), (3, 4, 4), (1, 7, 2)]
 ROWS = len(LENGTHS)
@@ -84,11 +87,15 @@ CASES = [
 ]
 
 
+@functools.cache
+def one_process(objective: str) -> tuple[Trajectory, dict[str, float]]:
+    return run(model("llama"), ONE, replace(ADAM, objective=objective))
+
+
 @pytest.mark.parametrize(("objective", "layout"), CASES)
 def test_every_layout_has_the_losses_of_one_process(objective: str, layout: str) -> None:
-    train = replace(ADAM, objective=objective)
-    alone, figures = run(model("llama"), ONE, train)
-    found, others = run(model("llama"), LAYOUTS[layout], train)
+    alone, figures = one_process(objective)
+    found, others = run(model("llama"), LAYOUTS[layout], replace(ADAM, objective=objective))
     assert_same(alone, found, loss=2e-5)
     assert others == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in figures.items()}
     assert figures["margin"] == pytest.approx(figures["chosen_reward"] - figures["rejected_reward"], abs=1e-5)

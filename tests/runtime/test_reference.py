@@ -33,6 +33,7 @@ def cached(cache: Path) -> np.ndarray:
     return load_file(file)[TENSOR]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does_and_the_first_loss_is_that_of_equals(
     pairs: list[str], train: Trainer, tmp_path: Path
 ) -> None:
@@ -47,6 +48,7 @@ def test_two_ranks_compute_what_one_does_and_the_first_loss_is_that_of_equals(
     assert other.losses == pytest.approx(alone.losses, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_a_pass_resumes_where_it_stopped(pairs: list[str], train: Trainer, tmp_path: Path) -> None:
     """Only what is missing is computed: a changed value that is known stays."""
     train(*pairs, nproc=1)
