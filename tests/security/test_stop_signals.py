@@ -75,6 +75,42 @@ def test_nohup_is_respected() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+BEGINS_TO_TRAIN = """
+import signal, sys, time
+from pathlib import Path
+from toolkit.run_dir import heartbeat
+from toolkit.run_dir.heartbeat import Beat
+import os, socket
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+directory, supervisor = Path(sys.argv[1]), os.getppid()
+beat = lambda **more: Beat(rank=0, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **more)
+if sys.argv[2] == "known":
+    heartbeat.write(directory, beat(phase="starting"))
+time.sleep(0.5)
+os.kill(supervisor, signal.SIGTERM)
+time.sleep(0.6)
+heartbeat.write(directory, beat(phase="training", step=7))
+deadline = time.monotonic() + 30
+while not asked and time.monotonic() < deadline:
+    time.sleep(0.01)
+heartbeat.write(directory, heartbeat.ended(beat(phase="saving", step=7), 75, "", time.time()))
+sys.exit(75 if asked else 1)
+"""
+"""A worker whose first steps are done when the request to stop arrives, but not yet in its heartbeat."""
+
+
+@pytest.mark.parametrize("heartbeat_at_first", ["known", "unknown"])
+def test_a_request_just_before_the_first_heartbeat_of_training_is_saved(
+    tmp_path: Path, heartbeat_at_first: str
+) -> None:
+    run = RunDir(tmp_path)
+    run.heartbeats.mkdir()
+    argv = (sys.executable, "-c", BEGINS_TO_TRAIN, str(run.heartbeats), heartbeat_at_first)
+    assert run_all([Command(argv=argv, rank=0)], run, forget=False) == Preempted.exit_code
+    assert heartbeat.read_all(run.heartbeats)[0].exit_code == Preempted.exit_code, "it was killed instead of asked"
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_planted_heartbeat_gets_no_bystander_signalled(tmp_path: Path, hangs: bool) -> None:
     run = RunDir(tmp_path)
