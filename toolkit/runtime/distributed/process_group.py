@@ -83,13 +83,14 @@ def join(world: World, meeting: Meeting, say: Callable[[str], object] = print, n
 
 def confine_gloo(network: Network) -> None:
     """Make every gloo group of this process inside the network, where gloo's own threads then stay."""
-    make: Any = torch.distributed.ProcessGroupGloo.__init__
+    kind: Any = torch.distributed.ProcessGroupGloo
+    make = kind.__init__
 
     def make_inside(group: Any, *args: Any, **kwargs: Any) -> None:
         network.call(make, group, *args, **kwargs)
 
     # In place, because torch.distributed asks whether a group is of this class.
-    torch.distributed.ProcessGroupGloo.__init__ = make_inside
+    kind.__init__ = make_inside
 
 
 def adopt(world: World) -> None:
