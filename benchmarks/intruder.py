@@ -35,8 +35,8 @@ from toolkit.sessions.resolve import resolve
 
 NOBODY = 65534
 STEPS = 60
-HANG_SECONDS = 60
-"""A run that has not ended by then was made to hang; left alone it takes seconds."""
+HANG_SECONDS = 600
+"""A run that has not ended by then was made to hang; left alone it takes seconds, on a busy machine minutes."""
 LAUNCHERS = ("local", "deepspeed", "torchrun", "accelerate")
 
 
