@@ -1,7 +1,7 @@
 """Commands of the toolkit in processes that are forked from this one, which has imported everything.
 
-They run the same modules as `__main__`, with workers of their own, and start in a tenth of a second instead of ten. What
-is left out is the start of the interpreter and its imports.
+They run the same modules as `__main__`, with workers of their own, and start in a tenth of a second instead of ten
+seconds. What is left out is the start of the interpreter and its imports.
 """
 
 from __future__ import annotations
