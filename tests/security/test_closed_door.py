@@ -132,7 +132,7 @@ def test_another_user_finds_a_closed_door(running: psutil.Process) -> None:
 
 
 def test_without_a_private_network_loopback_alone_is_open(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
-    with training(recipe_mapping, tmp_path, "local", TORCH_GLOO_LAZY_INIT="0") as process:
+    with training(recipe_mapping, tmp_path, "local", GLOO_SOCKET_IFNAME="lo") as process:
         check_that_only_loopback_is_open(open_doors([process, *process.children(recursive=True)]))
 
 

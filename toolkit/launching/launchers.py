@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -167,18 +167,18 @@ def private_directory(commands: Sequence[Command]) -> Iterator[list[Command]]:
 
     Every start of a job needs a file of its own: the keys of an earlier one would be taken for those of its peers.
     """
-    with private_meeting() as (private, variables):
+    with private_meeting(one_host=any(command.one_host for command in commands)) as (private, variables):
         yield [_in_private(command, private, variables) for command in commands]
 
 
 @contextmanager
-def private_meeting() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A directory that only this user can enter, and variables with which ranks of this host meet there."""
-    with (
-        tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as private,
-        private_network({**os.environ, **import_path()}) as network,
-    ):
-        yield Path(private), {RENDEZVOUS: str(Path(private) / "store"), **network}
+def private_meeting(*, one_host: bool = True) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A directory that only this user can enter, and variables with which ranks of one host meet and talk."""
+    network: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if one_host:
+        network = private_network({**os.environ, **import_path()})
+    with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as private, network as variables:
+        yield Path(private), {RENDEZVOUS: str(Path(private) / "store"), **variables}
 
 
 def _in_private(command: Command, private: Path, variables: Mapping[str, str]) -> Command:

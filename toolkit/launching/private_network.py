@@ -54,7 +54,7 @@ def private_network(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     `env` is that of this process, with a PYTHONPATH that leads to the toolkit. A user who has chosen an interface for
     gloo, or that it connects on first use (from whatever thread), gets that and no private network.
     """
-    chosen = env.get("GLOO_SOCKET_IFNAME", "lo") != "lo" or "TORCH_GLOO_LAZY_INIT" in env
+    chosen = {"GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"} & env.keys()
     with ExitStack() as held:
         try:
             opened = [] if chosen else _make_namespaces(env)
@@ -156,7 +156,8 @@ def _new_network_of_own_user(user: int, group: int) -> int:
 def _set_namespace(descriptor: int, kind: int) -> None:
     if _libc().setns(descriptor, kind) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{os.strerror(number)}: can't enter the private network of the run")
+        why = f"{os.strerror(number)}: can't enter the private network of the run"
+        raise OSError(number, f"{why}; GLOO_SOCKET_IFNAME=lo does without")
 
 
 def _drop_capabilities() -> None:
