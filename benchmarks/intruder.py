@@ -5,7 +5,8 @@
 
 Each try starts a training run and a process of the user `nobody`, which watches for the run's sockets from the first
 moment and tries its way in: as a client of the rendezvous store that writes addresses of gloo, in the place of a peer
-that gloo waits for, with frames that make no sense, with random bytes, with pickles, with connections that stay open.
+that gloo waits for, with frames that make no sense, with random bytes, with pickles, with connections that stay open,
+by entering its network.
 The run must end with exit code 0 and exactly the losses of a run that is left alone. One try in ten is a command of a
 launcher; the others run the same code in warm workers, which start sooner. Needs root, to become another user. The
 benchmark has a network of its own, so that it attacks nothing else on the host.
@@ -56,7 +57,7 @@ class Outcome:
     @property
     def ok(self) -> bool:
         """Whether the run was not disturbed and no code ran."""
-        return not self.ended and not self.executed
+        return not self.ended and not self.executed and not self.found["entered"]
 
 
 @contextmanager
@@ -126,7 +127,7 @@ def measure(tries: int) -> Iterator[Outcome]:
         recipe = commands.write_recipe(directory, STEPS, STEPS // 2)
         assert train(recipe, directory / "alone", "warm") == 0
         expected = commands.losses(directory / "alone")
-        kinds = list(stranger.ATTACKS)
+        kinds = ["enter", *stranger.ATTACKS]
         for number in range(tries):
             how = LAUNCHERS[number // 10 % len(LAUNCHERS)] if number % 10 == 0 else "warm"
             # A launcher meets the attack that takes a peer's place, the strongest one.
@@ -157,7 +158,7 @@ def main() -> int:
     outcomes: list[Outcome] = []
     for one in measure(args.tries):
         outcomes.append(one)
-        verdict = "ok" if one.ok else "RUN ENDED OR CHANGED" if one.ended else "CODE EXECUTED"
+        verdict = "ok" if one.ok else "RUN ENDED OR CHANGED" if one.ended else "CODE EXECUTED, OR A NETWORK ENTERED"
         print(f"{len(outcomes)}: {one.kind}, {one.how}: {verdict}; {one.found}", flush=True)
     print(summary(outcomes))
     return 0 if all(one.ok for one in outcomes) else 1

@@ -3,13 +3,16 @@
     python3 stranger.py UID PROOF KIND
 
 It watches for sockets of the user UID that listen at loopback and did not do so before, and tries its way in at each,
-again and again until its standard input ends. Then it prints a JSON object with what it found. KIND is one of ATTACKS.
+again and again until its standard input ends. Then it prints a JSON object with what it found. KIND is one of
+ATTACKS, or `enter`: it then tries to enter the networks of the user's processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import pickle
 import random
 import select
@@ -26,6 +29,7 @@ SEQUENCES = 24
 """gloo numbers the connections that it expects from 0 on; the first eight bytes of a connection are its number."""
 HELD = 400
 """Connections that are kept open at most, of each process of the stranger."""
+NEW_NETWORK = 0x40000000
 VISITS = 20
 """Tries per door: a door that is new is tried at once, then every 20 ms."""
 
@@ -54,6 +58,7 @@ class Visit:
         self.pickled = pickle.dumps(Payload(proof))
         self.held: list[socket.socket] = []
         self.counts = {"doors": 0, "connections": 0, "stores": 0, "answers": 0, "refused": 0}
+        self.counts |= {"networks": 0, "entered": 0}
 
     def connect(self, port: int) -> socket.socket | None:
         """A connection, or None if there is none to have."""
@@ -135,6 +140,24 @@ def flood(visit: Visit, port: int) -> None:
         visit.send(port, b"\0", hold=True)
 
 
+def enter(visit: Visit, uid: int) -> None:
+    """Enter the networks of the user's processes, through their threads and through the descriptors that they hold."""
+    own = os.stat("/proc/self/ns/net").st_ino
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if not process.name.isdigit() or process.stat().st_uid != uid:
+                continue
+            found = [*process.glob("task/*/ns/net"), *(process / "fd" / str(number) for number in range(3, 64))]
+            for path in found:
+                visit.counts["networks"] += 1
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                    is_other = os.fstat(descriptor).st_ino != own
+                    entered = is_other and ctypes.CDLL(None).setns(descriptor, NEW_NETWORK) == 0
+                    visit.counts["entered"] += entered
+                    os.close(descriptor)
+
+
 ATTACKS = {
     "store": store,
     "impersonate": impersonate,
@@ -155,7 +178,9 @@ def main() -> None:
     while not select.select([sys.stdin], [], [], 0)[0]:
         again = time.monotonic() - last > 0.02
         last = time.monotonic() if again else last
-        for port in doors(uid) - before:
+        if kind == "enter":
+            enter(visit, uid)
+        for port in doors(uid) - before if kind in ATTACKS else ():
             if port not in tried or (again and tried[port] < VISITS):
                 tried[port] = tried.get(port, 0) + 1
                 ATTACKS[kind](visit, port)
