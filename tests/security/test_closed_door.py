@@ -140,7 +140,8 @@ def test_without_a_private_network_loopback_alone_is_open(recipe_mapping: dict[s
 def test_another_user_runs_no_code_and_ends_no_run() -> None:
     """Every attack once; the benchmark has a network of its own, so that other runs on this host are left alone."""
     command = [sys.executable, "-m", "benchmarks.intruder", "--tries", "8"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 tries: 0 executed code, 0 ended or changed a run" in done.stdout
 
