@@ -108,10 +108,10 @@ class Hosts:
 
     def unplug(self, index: int) -> None:
         """The host's network goes down; its processes live on."""
-        _ip("link", "set", f"tkv{self._number}-{index}", "down")
+        _ip("link", "set", self._end(index), "down")
 
     def plug(self, index: int) -> None:
-        _ip("link", "set", f"tkv{self._number}-{index}", "up")
+        _ip("link", "set", self._end(index), "up")
 
     def power_off(self, index: int) -> None:
         """Everything on the host ends at once: its first process takes the others along."""
