@@ -127,7 +127,8 @@ def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any
 def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[Proposal]:
     """Plans for one choice of axes, with every possible micro-batch and group size.
 
-    A plan that DeepSpeed can't run is refused once: except under a batch ramp, no rule depends on the micro-batch.
+    DeepSpeed's rules are asked once: except under a batch ramp, none depends on the size of the micro-batch, only on
+    whether there are several.
     """
     islands = axes["islands"]
     replica = axes["tp"] * axes["pp"] * axes["sp"] * islands
@@ -139,10 +140,12 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
         yield Refusal(strategy, reason)
         return
     share = job.workload.global_batch // (dp * islands)
-    bounds, refused = _bounds(job, axes["pp"]), set()
+    bounds = _bounds(job, axes["pp"])
+    judged: dict[tuple[int, bool], str | None] = {}
     for micro_batch, group in itertools.product(micro_batches(share, job.fixed), _groups(job, dp, axes)):
         batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
-        if group in refused or any(job.fixed.get(name, value) != value for name, value in batches.items()):
+        like = group, share > micro_batch
+        if judged.get(like) or any(job.fixed.get(name, value) != value for name, value in batches.items()):
             continue
         plan = Plan(
             strategy=strategy,
@@ -153,9 +156,12 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
             **batches,
             **axes,
         )
+        if like in judged:
+            yield plan
+            continue
         reason = deepspeed_rules.refusal(plan, job)
-        if reason and not job.workload.ramp_start:
-            refused.add(group)
+        if not job.workload.ramp_start:
+            judged[like] = reason
         yield Refusal(strategy, reason, plan) if reason else plan
 
 

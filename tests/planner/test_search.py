@@ -67,6 +67,14 @@ def test_pruning_finds_what_brute_force_finds(seed: int) -> None:
             assert pruned.chosen.plan == whole.chosen.plan
 
 
+@pytest.mark.parametrize("seed", range(0, 50, 4))
+def test_least_needs_prune_neither_plans_nor_the_closest_misfits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = random_job(seed)
+    pruned = decide(work, proposals(work))
+    monkeypatch.setattr(Search, "_least_need", lambda self, run: 0.0)
+    assert decide(work, proposals(work)) == pruned
+
+
 def test_every_strategy_says_why_not() -> None:
     work = job(LLAMA_3_405B, cluster(nodes=1), global_batch=8)
     decision = decide(work, proposals(work))

@@ -8,18 +8,16 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
 from toolkit.recipe.file import dump_recipe
-from toolkit.reports.plan_page import render
 from toolkit.reports.tables import show_decision, show_notes
-from toolkit.reports.template import check_writable, write_page
 from toolkit.sessions.advice import advise
-from toolkit.sessions.rehearsal_verdict import known_verdict, rehearsed
-from toolkit.sessions.resolve import plan_notes, resolve
+from toolkit.sessions.resolve import Resolved, plan_notes, resolve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,19 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan a recipe and print the ranking; raise `NoPlanFits` (exit code 3) if no plan fits."""
     if args.html:
+        from toolkit.reports.template import check_writable
+
         check_writable(args.html)
     resolved = resolve(read_recipe(args), args.nproc, args.objective)
     if args.rehearse:
+        from toolkit.sessions.rehearsal_verdict import rehearsed  # imported where used: most calls do not rehearse
+
         resolved = rehearsed(resolved, partial(print, file=sys.stderr, flush=True))
     if args.html:
-        write_page(args.html, render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)))
+        _write_page(args.html, resolved)
     notes, advice = plan_notes(resolved), advise(resolved.recipe, resolved.job, resolved.decision)
     if args.json:
         found = asdict(advice) if advice else None
         decision = {**resolved.decision.to_json(), "notes": notes, "advice": found}
         if args.rehearse:
-            known = known_verdict(resolved) if resolved.decision.chosen else None
-            decision["rehearsal"] = asdict(known) if known else None
+            decision["rehearsal"] = _known_verdict(resolved)
         print(json.dumps(decision, indent=1))
     else:
         console = Console()
@@ -65,3 +66,17 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"[green]advice[/] {escape(str(advice))}", highlight=False)
     _ = resolved.chosen  # raises if no plan fits
     return 0
+
+
+def _write_page(path: Path, resolved: Resolved) -> None:
+    from toolkit.reports.plan_page import render
+    from toolkit.reports.template import write_page
+
+    write_page(path, render(resolved.decision, resolved.job, dump_recipe(resolved.recipe)))
+
+
+def _known_verdict(resolved: Resolved) -> dict[str, Any] | None:
+    from toolkit.sessions.rehearsal_verdict import known_verdict
+
+    known = known_verdict(resolved) if resolved.decision.chosen else None
+    return asdict(known) if known else None

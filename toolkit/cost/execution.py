@@ -202,6 +202,16 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
     )  # fmt: skip
 
 
+def remote_expert_params(e: Execution) -> float:
+    """Parameters of routed experts that other expert-parallel ranks hold."""
+    return e.model.moe_layers * routed_expert_params(e) * (1 - 1 / e.ep)
+
+
+def routed_expert_params(e: Execution) -> int:
+    """Parameters of the routed experts of one mixture layer."""
+    return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
+
+
 def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
     """Parameters of adapters, by default on every linear layer except the head: rank × (inputs + outputs) each.
 

@@ -22,7 +22,7 @@ from toolkit.cost.activations import (
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, of_plan, quantized_width
+from toolkit.cost.execution import Execution, of_plan, quantized_width, remote_expert_params, routed_expert_params
 from toolkit.cost.optimizer_step import grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
 from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
@@ -46,11 +46,19 @@ def memory(plan: Plan, job: Job) -> Memory:
 
 def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
     """Memory of the fullest pipeline stage: the first or the last, unless the plan cuts them itself."""
-    inner: dict[tuple[int, float], int] = {}  # of alike stages the first has the most micro-batches in flight
+    inner: dict[int, int] = {}  # of alike stages the first has the most micro-batches in flight
     for index in range(1, e.pp - 1) if e.stage_layers else ():
-        inner.setdefault((e.stage_layers[index], _stage_params(e, index)), index)
-    indices = sorted({0, e.pp - 1, *inner.values()})
-    return max((_stage(e, index, cal) for index in indices), key=lambda stage: stage.total)
+        inner.setdefault(e.stage_layers[index], index)
+    first = e.stage_layers[0] if e.stage_layers else 0
+    larger = [index for layers, index in inner.items() if layers > first]  # the others hold less than the first stage
+    return max((_stage(e, index, cal) for index in sorted({0, *larger, e.pp - 1})), key=lambda stage: stage.total)
+
+
+def least_bytes(e: Execution) -> float:
+    """A lower bound of the first stage's peak: weights, states and what layers keep. Quick, for pruning."""
+    params = _stage_params(e, 0)
+    kept = kept_bytes(e, _layers(e, 0), _in_flight(e, 0))
+    return _param_bytes(e, params) + _own_state_bytes(e, params) + kept
 
 
 def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
@@ -59,7 +67,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     parts = {
         "params": _param_bytes(e, params),
         "grads": grad_bytes(e, params),
-        "optimizer": 0.0 if e.offload != "none" else state_bytes(e, params) / state_shards(e),
+        "optimizer": _own_state_bytes(e, params),
         "activations": 0.0,
         "logits": logit_bytes(e) if index == e.pp - 1 else 0.0,  # freed before layers go backward
         "gathered": _gathered(e),
@@ -69,7 +77,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         parts["optimizer"] += exchange_bytes(e, params)
     kept = kept_bytes(e, _layers(e, index), _in_flight(e, index))
     if e.drops_gradients and e.cluster.device.backend != "cpu":
-        peak: Moment = max(step_moments(e, index, params, kept, parts), key=_total)
+        peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
         parts |= peak
     else:
         parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
@@ -96,10 +104,6 @@ def step_moments(e: Execution, index: int, params: float, kept: float, parts: Ma
         yield from step.head()
     yield from step.layers()
     yield from step.ends()
-
-
-def _total(moment: Moment) -> float:
-    return sum(moment.values())
 
 
 class _Step:
@@ -207,6 +211,11 @@ class _Step:
         return max(need, flat) if e.zero_stage == 0 else need + self.buckets
 
 
+def _own_state_bytes(e: Execution, params: float) -> float:
+    """Bytes of optimizer states on the device."""
+    return state_bytes(e, params) / state_shards(e) if e.offload == "none" else 0.0
+
+
 def _layers(e: Execution, index: int) -> int:
     """Layers of a stage."""
     if e.stage_layers:
@@ -258,22 +267,12 @@ def _stage_params(e: Execution, index: int) -> float:
         total += model.head_params
         if e.pp > 1 and model.tied_embeddings:
             total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
-    return (total - _remote_experts(e) * layers / model.layers) / e.tp
-
-
-def _remote_experts(e: Execution) -> float:
-    """Parameters of routed experts that other expert-parallel ranks hold."""
-    return e.model.moe_layers * _routed_params(e) * (1 - 1 / e.ep)
-
-
-def _routed_params(e: Execution) -> int:
-    """Parameters of the routed experts of one mixture layer."""
-    return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
+    return (total - remote_expert_params(e) * layers / model.layers) / e.tp
 
 
 def _expert_gradients(e: Execution) -> float:
     """Bytes of gradients of a layer's experts, which are one tensor per matrix: too large for a bucket, they wait."""
-    routed = _routed_params(e) / e.ep / e.tp
+    routed = routed_expert_params(e) / e.ep / e.tp
     return e.element_bytes * routed if e.zero_stage and not e.lora_rank and routed / 3 > _own_bucket(e) else 0.0
 
 
@@ -312,7 +311,7 @@ def _gathered(e: Execution) -> float:
         return e.element_bytes * e.model.hidden * max(e.model.ffn, e.model.hidden)
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
-    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
     if not e.drops_gradients:
         return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
@@ -331,7 +330,7 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
     total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
-    layer = (max(e.model.layer_params) - _remote_experts(e) / e.model.layers) / e.tp
+    layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
     more = layer + _own_bucket(e) / 4 if first_layer else 0.0  # and the bucket of the next ones
     if not first_layer and (e.lora_rank or (e.model.tied_embeddings and e.recompute.kept < 1)):
         more = table  # of a frozen head, DeepSpeed notices the end late

@@ -1,8 +1,9 @@
 """Rank the proposals of the strategies: every plan gets an estimate or a refusal, unless it can't win.
 
-Two prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not, except
+Three prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not, except
 without accumulation, where gradients take less memory. Recomputing more only adds time, so it is not tried where the
-same plan fits with less. `tests/planner/test_search.py` compares both with brute force.
+same plan fits with less. A plan whose weights, states and activations alone take more than the closest misfit of its
+strategy neither fits nor is closer. `tests/planner/test_search.py` compares all three with brute force.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from toolkit.cost.estimate import DEVICE_SHARE, Estimate, Memory, Money
-from toolkit.cost.execution import of_plan
-from toolkit.cost.memory import memory
+from toolkit.cost.execution import Execution, of_plan
+from toolkit.cost.memory import device_bytes, least_bytes, memory
 from toolkit.cost.timing import model_flops, seconds
 from toolkit.cost.uncertainty import COVERAGE, memory_interval, step_interval
 from toolkit.errors import BadInput
@@ -109,11 +110,11 @@ def _price(option: Option) -> float:
 
 def estimate(plan: Plan, job: Job) -> Estimate:
     """Memory and time of one plan."""
-    return _with_time(plan, job, memory(plan, job))
-
-
-def _with_time(plan: Plan, job: Job, used: Memory) -> Estimate:
     run = of_plan(plan, job)
+    return _with_time(plan, job, run, device_bytes(run))
+
+
+def _with_time(plan: Plan, job: Job, run: Execution, used: Memory) -> Estimate:
     time = seconds(run)
     limit, host_limit = limits(job)
     return Estimate(
@@ -181,6 +182,7 @@ class Search:
         self._prune_recompute = prune and prune_recompute
         self._too_large: dict[tuple[Any, ...], int] = {}
         self._fit_without: set[tuple[Any, ...]] = set()
+        self._usable_bytes = limits(job)[0] - margin_bytes(job)
         self._options: list[Option] = []
         self._nearest: dict[str, tuple[tuple[float, float], Plan, Memory]] = {}
         self._refused: dict[tuple[str, str], Refusal] = {}
@@ -205,24 +207,36 @@ class Search:
         return Decision(ranked[0] if ranked else None, tuple(ranked), tuple(refused), self._considered)
 
     def _estimate(self, plan: Plan) -> None:
-        used = memory(plan, self._job)
+        run = of_plan(plan, self._job)
+        near = self._nearest.get(plan.strategy)
+        if self._prune and near is not None and self._least_need(run) > near[0][0]:
+            self._note_too_large(plan)
+            return
+        used = device_bytes(run)
         if fits(used, self._job):
-            self._options.append(Option(plan, _with_time(plan, self._job, used)))
+            self._options.append(Option(plan, _with_time(plan, self._job, run, used)))
             self._fit_without.add(_batch_key(plan))
             return
-        key = _memory_key(plan)
-        self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
-        limit, host_limit = limits(self._job)
-        device = used.peak / (limit - margin_bytes(self._job))
-        need = max(device, used.host_peak / max(1, host_limit)), device  # where the host decides, the device does next
+        self._note_too_large(plan)
+        device = used.peak / self._usable_bytes
+        host = used.host_peak / max(1, limits(self._job)[1])
+        need = max(device, host), device  # where the host decides, the device does next
         if plan.strategy not in self._nearest or need < self._nearest[plan.strategy][0]:
             self._nearest[plan.strategy] = need, plan, used
+
+    def _note_too_large(self, plan: Plan) -> None:
+        key = _memory_key(plan)
+        self._too_large[key] = min(plan.micro_batch, self._too_large.get(key, plan.micro_batch))
 
     def _cannot_win(self, plan: Plan) -> bool:
         too_large = self._too_large.get(_memory_key(plan))
         if too_large is not None and plan.micro_batch >= too_large:
             return True
         return self._prune_recompute and plan.recompute != "none" and _batch_key(plan) in self._fit_without
+
+    def _least_need(self, run: Execution) -> float:
+        """What a plan needs of a device at least, relative to what it has."""
+        return least_bytes(run) / self._usable_bytes
 
     def _misfit(self, _need: tuple[float, float], plan: Plan, used: Memory) -> Refusal:
         reason = misfit_reason(used, *limits(self._job), margin_bytes(self._job))
