@@ -72,8 +72,8 @@ VARIANTS = {
 MEASUREMENTS = 2
 """Runs at most. The smaller peak counts: a thread of gloo that was not scheduled in the pause only adds bytes."""
 PAUSE_SECONDS = 0.01
-"""How long measured ranks pause after a collective: gloo's threads (torch 2.13) hold its tensors for a moment longer than
-the wait for it lasts, on a busy machine for long enough to be part of the peak."""
+"""How long measured ranks pause after a collective: gloo's threads (torch 2.13) hold its tensors for a moment longer
+than the wait for it lasts, on a busy machine for long enough to be part of the peak."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
 MEAN_BOUND, WORST_BOUND = 0.03, 0.08

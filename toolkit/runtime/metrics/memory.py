@@ -77,7 +77,10 @@ class MemoryMeter:
             elif sampled:
                 storages = _live_storages()
                 before = sum(storage.nbytes() for storage in storages)
-                with _Frees(storages) as frees, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+                with (
+                    _Frees(storages) as frees,
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch,
+                ):
                     del storages
                     yield
                 self.peak_bytes = before + _largest_growth(watch, frees.events)
