@@ -31,9 +31,6 @@ BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default `reduce_bucket_size`, as in published figures; the toolkit uses smaller buckets."""
 LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
-HELD = 9.3
-"""Tensors as wide as the model, of the first layer's norms, that a recomputed layer still holds after the backward pass
-where tensor ranks sum partial gradients (rehearsed)."""
 LATE = 0.85
 """Share of the layers that have run when DeepSpeed gathers a frozen head (rehearsed)."""
 IN_USE_LAYERS = 1.5
@@ -128,11 +125,13 @@ class _Step:
         self, activations: float, logits: float = 0.0, buffers: float = 0.0, *, gathered: float | None = None,
         grads: float | None = None,
     ) -> Moment:  # fmt: skip
+        weights = _gathered_now(self.e) if gathered is None else gathered
+        unpacked = self.e.quantized_base  # a matrix in 16 bits, made for a product, is freed with it
         return {
-            "activations": activations,
+            "activations": activations + weights if unpacked else activations,
             "logits": logits,
             "buffers": buffers,
-            "gathered": _gathered_now(self.e) if gathered is None else gathered,
+            "gathered": 0.0 if unpacked else weights,
             "grads": self.early_grads if grads is None else grads,
         }
 
@@ -193,7 +192,6 @@ class _Step:
         e = self.e
         table = e.element_bytes * e.model.vocab * e.model.hidden / e.tp if not e.lora_rank else 0.0
         largest = largest_tensor(e)
-        held = HELD * self.hidden if e.tp > 1 and e.recompute.kept < 1 else 0.0
         copies = self._copied(e.model.vocab * e.model.hidden / e.tp)
         if self.index == 0 and self.tied:
             both = self.grads + table
@@ -202,14 +200,14 @@ class _Step:
             flying = _in_flight(e, 0)
             waiting = self.kept * (flying - 1) / flying  # of the other micro-batches
             buffers = self.buckets + copies
-            yield self._moment(waiting + table + held, 0.0, buffers, grads=self.grads, gathered=self.ahead)
+            yield self._moment(waiting + table, 0.0, buffers, grads=self.grads, gathered=self.ahead)
         if e.offload != "none" and e.zero_stage in (1, 2):  # the norm of a gradient is taken in float64 as it arrives
             need = self.buckets + copies + 8 * min(self.shard, largest)
         elif e.zero_stage in (1, 2) and e.pp == 1 and not e.accumulates_apart and e.element_bytes == 2:
             need = max(4 * self.shard, 8 * min(self.shard, largest))
         else:
             need = self._update()
-        yield self._moment(0.0, 0.0, need + held, grads=self.grads, gathered=self.ahead)
+        yield self._moment(0.0, 0.0, need, grads=self.grads, gathered=self.ahead)
 
     def _update(self) -> float:
         """Bytes that the update takes: gradients in fp32, or a copy in 16 bits that is sent."""
