@@ -251,7 +251,17 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "qlora": ("strategy.name=data_parallel", *QUANTIZED),
         },
     ),
-    "gemma-27b": ("gemma-3-27b-text", 4, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
+    "gemma-27b": (
+        "gemma-3-27b-text",
+        4,
+        {
+            "zero-3": ZERO_3,
+            "zero-3-offload": ZERO_3_OFFLOAD,
+            "hybrid": _hybrid(8, 4),
+            "lora-zero-3": (*ZERO_3, ADAPTERS),
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
+        },
+    ),
     "llama-70b": (
         "llama-3.1-70b",
         8,
