@@ -76,8 +76,8 @@ PAUSE_SECONDS = 0.01
 than the wait for it lasts, on a busy machine for long enough to be part of the peak."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
-MEAN_BOUND, WORST_BOUND = 0.03, 0.08
-"""Largest mean and single relative difference between predicted and rehearsed live bytes."""
+MEAN_BOUND, WORST_BOUND, PART_BOUND = 0.03, 0.08, 0.1
+"""Largest mean and single relative difference between predicted and rehearsed live bytes, and that of a part."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +377,7 @@ class LargeRow:
     def lines(self) -> str:
         """Figures and parts, on several lines."""
         rank, own = self.fullest, asdict(self.predicted)
-        off = ", ".join(f"{part} {error:+.0%}" for part, error in self.part_errors.items() if abs(error) > 0.1)
+        off = ", ".join(f"{part} {error:+.0%}" for part, error in self.part_errors.items() if abs(error) > PART_BOUND)
         return "\n".join(
             [
                 f"{self.name:34} {self.predicted_bytes / GIB:8.2f} {rank['peak_bytes'] / GIB:8.2f} "
@@ -468,7 +468,7 @@ def summary(rows: Sequence[LargeRow]) -> int:
     for row in rows:
         print(row.lines(), flush=True)
     differences = [abs(row.difference) for row in rows]
-    off = sum(abs(error) > 0.1 for row in rows for error in row.part_errors.values())
+    off = sum(abs(error) > PART_BOUND for row in rows for error in row.part_errors.values())
     worst = max(rows, key=lambda row: abs(row.difference))
     print(f"{len(rows)} rows: mean {mean(differences):.1%}, worst {abs(worst.difference):.1%} ({worst.name})")
     print(f"{off} of {sum(len(row.part_errors) for row in rows)} parts beyond 10%")

@@ -1,6 +1,7 @@
 """Peak memory and time of a start, against `from_pretrained` + `deepspeed.initialize` in the same run.
 
-python -m benchmarks.start [--size 1b|0.3b|tiny] [--rows zero-1 zero-2 zero-3 tensor pipeline] [--no-step] [--no-peer]
+python -m benchmarks.start [--size 1b|0.8b|0.3b|tiny] [--rows zero-1 zero-2 zero-3 tensor pipeline] [--no-step]
+                           [--no-peer]
 
 Four gloo ranks load a Llama in bf16 from safetensors. Memory is the peak of resident bytes above the empty worker, of
 the fullest rank, until the engine exists and until the first step has been taken. Each row is judged against
@@ -36,6 +37,7 @@ RANKS, TOKENS = 4, 16
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000},
     "0.3b": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 32000},
+    "0.8b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 11, "vocab_size": 32000},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000},
 }
 _ZERO = Plan(strategy="zero", dp=RANKS, zero_group=RANKS, micro_batch=1)
