@@ -7,7 +7,7 @@ Each try starts `toolkit train` with `--max-restarts 2`, sends SIGTERM, SIGUSR1 
 or 0 for a run that had finished), that no process is left, and that a resume gives exactly the losses of a run that was
 never stopped. One in four of the stopped runs is resumed by `toolkit resume`; the others by warm workers, which start
 sooner and run the same code. Counts are printed after each try, so that they survive an early end. With --forked,
-commands and workers are forked from a process that has imported everything: a fifth of the time, but no moment during
+commands and workers are forked from a process that has imported everything: half the time, but no moment during
 the imports.
 """
 
