@@ -32,7 +32,7 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.rehearsal.report import PARTS, model_part
-from toolkit.runtime.supervision.warm_pool import run_warm
+from toolkit.runtime.supervision.warm_pool import enter_worker, run_warm
 from toolkit.sessions import rehearse as session
 from toolkit.sessions.rehearse import rehearse, verdict
 from toolkit.sessions.resolve import Resolved, resolve
@@ -70,11 +70,14 @@ VARIANTS = {
     "bf16-recompute": ("model.precision=bf16", "strategy.recompute=full"),
 }
 MEASUREMENTS = 2
-"""Runs whose smaller peak counts: gloo's threads may free a tensor later than the code does, which only adds bytes."""
+"""Runs at most. The smaller peak counts: a thread of gloo that was not scheduled in the pause only adds bytes."""
+PAUSE_SECONDS = 0.01
+"""How long measured ranks pause after a collective: gloo's threads (torch 2.13) hold its tensors for a moment longer
+than the wait for it lasts, on a busy machine for long enough to be part of the peak."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
-MEAN_BOUND, WORST_BOUND = 0.03, 0.08
-"""Largest mean and single relative difference between predicted and rehearsed live bytes."""
+MEAN_BOUND, WORST_BOUND, PART_BOUND = 0.03, 0.08, 0.1
+"""Largest mean and single relative difference between predicted and rehearsed live bytes, and that of a part."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +118,35 @@ def tiny_row(name: str) -> TinyRow:
             write_short_texts(Path(folder) / "short.jsonl")
         resolved = resolve(make_recipe(mapping, (*overrides, *VARIANTS[variant])), nproc)
         result = rehearse(resolved, "all")
-        measured = min(_measured(resolved, Path(folder) / f"run-{number}") for number in range(MEASUREMENTS))
-    return TinyRow(name, max(role.step.device_peak_bytes for role in result.roles), measured)
+        rehearsed = max(role.step.device_peak_bytes for role in result.roles)
+        runs = []
+        while len(runs) < MEASUREMENTS and not any(abs(rehearsed / one - 1) <= BOUND for one in runs):
+            runs.append(_measured(resolved, Path(folder) / f"run-{len(runs)}"))
+    return TinyRow(name, rehearsed, min(runs))
 
 
 def _measured(resolved: Resolved, folder: Path) -> int:
     """Peak of live tensor bytes of the fullest rank, in real processes."""
     run, nproc = resolved.write(folder), resolved.chosen.plan.devices
-    codes = run_warm(launchers.commands("local", run.path, nproc, "cpu"))
+    codes = run_warm(launchers.commands("local", run.path, nproc, "cpu"), _enter_paused)
     if any(codes):
         raise RuntimeError(f"{resolved.chosen.plan.describe()} fails: {run.log(0).read_text()[-2000:]}")
     return int(json.loads(run.summary.read_text())["measured"]["memory_bytes"])
+
+
+def _enter_paused(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """Entry of a measured worker: pauses after every collective that it waits for."""
+    import torch.distributed as td
+
+    wait: Any = td.Work.wait
+
+    def wait_and_pause(self: td.Work, *args: Any) -> Any:
+        result = wait(self, *args)
+        time.sleep(PAUSE_SECONDS)
+        return result
+
+    td.Work.wait = wait_and_pause  # type: ignore[method-assign]
+    enter_worker(argv, env)
 
 
 def write_short_texts(path: Path) -> None:
@@ -231,7 +252,17 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "qlora": ("strategy.name=data_parallel", *QUANTIZED),
         },
     ),
-    "gemma-27b": ("gemma-3-27b-text", 4, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
+    "gemma-27b": (
+        "gemma-3-27b-text",
+        4,
+        {
+            "zero-3": ZERO_3,
+            "zero-3-offload": ZERO_3_OFFLOAD,
+            "hybrid": _hybrid(8, 4),
+            "lora-zero-3": (*ZERO_3, ADAPTERS),
+            "qlora": ("strategy.name=data_parallel", *QUANTIZED),
+        },
+    ),
     "llama-70b": (
         "llama-3.1-70b",
         8,
@@ -347,7 +378,7 @@ class LargeRow:
     def lines(self) -> str:
         """Figures and parts, on several lines."""
         rank, own = self.fullest, asdict(self.predicted)
-        off = ", ".join(f"{part} {error:+.0%}" for part, error in self.part_errors.items() if abs(error) > 0.1)
+        off = ", ".join(f"{part} {error:+.0%}" for part, error in self.part_errors.items() if abs(error) > PART_BOUND)
         return "\n".join(
             [
                 f"{self.name:34} {self.predicted_bytes / GIB:8.2f} {rank['peak_bytes'] / GIB:8.2f} "
@@ -438,7 +469,7 @@ def summary(rows: Sequence[LargeRow]) -> int:
     for row in rows:
         print(row.lines(), flush=True)
     differences = [abs(row.difference) for row in rows]
-    off = sum(abs(error) > 0.1 for row in rows for error in row.part_errors.values())
+    off = sum(abs(error) > PART_BOUND for row in rows for error in row.part_errors.values())
     worst = max(rows, key=lambda row: abs(row.difference))
     print(f"{len(rows)} rows: mean {mean(differences):.1%}, worst {abs(worst.difference):.1%} ({worst.name})")
     print(f"{off} of {sum(len(row.part_errors) for row in rows)} parts beyond 10%")

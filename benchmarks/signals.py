@@ -1,16 +1,20 @@
 """Stop signals at random moments of a run's life, from the first fork to the last byte.
 
     python -m benchmarks.signals --count 200
+    python -m benchmarks.signals --count 200 --forked
 
 Each try starts `toolkit train` with `--max-restarts 2`, sends SIGTERM, SIGUSR1 or SIGHUP, and checks the exit code (75,
 or 0 for a run that had finished), that no process is left, and that a resume gives exactly the losses of a run that was
 never stopped. One in four of the stopped runs is resumed by `toolkit resume`; the others by warm workers, which start
-sooner and run the same code. Counts are printed after each try, so that they survive an early end.
+sooner and run the same code. Counts are printed after each try, so that they survive an early end. With --forked,
+commands and workers are forked from a process that has imported everything: half the time, but no moment during
+the imports.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import random
 import signal
@@ -22,8 +26,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness import commands
+from benchmarks.harness import commands, forked_commands
 from benchmarks.harness.commands import at_step, leftovers, losses, toolkit
+from benchmarks.harness.forked_commands import Forked
 from toolkit.launching import launchers
 from toolkit.recipe.file import load_recipe
 from toolkit.run_dir.layout import RunDir
@@ -72,22 +77,27 @@ def write_recipe(directory: Path) -> Path:
     return commands.write_recipe(directory, STEPS, EVERY)
 
 
-def start(recipe: Path, run: Path) -> subprocess.Popen[str]:
+Started = subprocess.Popen[str] | forked_commands.Forked
+
+
+def start(recipe: Path, run: Path, *, forked: bool = False) -> Started:
     """Start a run of two processes."""
     words = ("train", str(recipe), "--nproc", "2", "--run-dir", str(run), "--max-restarts", "2")
+    if forked:
+        return forked_commands.start(words, run.with_suffix(".txt"))
     return commands.start(toolkit(*words), run)
 
 
-def reference(recipe: Path, run: Path) -> tuple[dict[int, float], float]:
+def reference(recipe: Path, run: Path, *, forked: bool) -> tuple[dict[int, float], float]:
     """Losses of a run that is never stopped, and its seconds from the first fork to the end."""
-    process = start(recipe, run)
+    process = start(recipe, run, forked=forked)
     forked = wait_for_fork(process)
     text, _ = process.communicate()
     assert process.returncode == 0, text
     return losses(run), time.monotonic() - forked
 
 
-def wait_for_fork(process: subprocess.Popen[str]) -> float:
+def wait_for_fork(process: Started) -> float:
     """Wait until the command has its first child; return the time."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None and not children.read_text().strip():
@@ -95,9 +105,8 @@ def wait_for_fork(process: subprocess.Popen[str]) -> float:
     return time.monotonic()
 
 
-def try_one(recipe: Path, run: Path, expected: dict[int, float], number: signal.Signals, moment: Moment) -> Outcome:
-    """Start, wait, send the signal, look at what is left, resume."""
-    process = start(recipe, run)
+def try_one(process: Started, run: Path, expected: dict[int, float], number: signal.Signals, moment: Moment) -> Outcome:
+    """Wait, send the signal, look at what is left, resume."""
     wait_for_fork(process)
     at_step(run, moment.step, process)
     time.sleep(moment.seconds)
@@ -105,7 +114,8 @@ def try_one(recipe: Path, run: Path, expected: dict[int, float], number: signal.
         os.kill(process.pid, number)
     text, in_time = commands.finish(process)
     text += "" if in_time else "\nno end in time"
-    orphans, resumed = len(leftovers(run)), "not"
+    # Forked workers have no mark.
+    orphans, resumed = int(process.leaves_processes()) if isinstance(process, Forked) else len(leftovers(run)), "not"
     if process.returncode == 75 and (run / "recipe.yaml").is_file():
         resumed = "by command" if random.Random(run.name).random() < BY_COMMAND else "by warm workers"
         text += resume(run) if resumed == "by command" else resume_warm(run)
@@ -138,18 +148,19 @@ def moment_of(generator: random.Random, life_seconds: float) -> Moment:
     return Moment(STEPS, generator.uniform(0, 1.5))
 
 
-def measure(count: int, seed: int) -> list[Outcome]:
+def measure(count: int, seed: int, *, forked: bool) -> list[Outcome]:
     """Try so many random moments."""
     generator = random.Random(seed)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="signals-") as name:
         directory = Path(name)
         recipe = write_recipe(directory)
-        expected, life = reference(recipe, directory / "reference")
+        expected, life = reference(recipe, directory / "reference", forked=forked)
         for number in range(count):
             chosen = SIGNALS[number % 3] if number % 2 else signal.SIGTERM
             moment = moment_of(generator, life)
-            outcomes.append(try_one(recipe, directory / f"run-{number}", expected, chosen, moment))
+            run = directory / f"run-{number}"
+            outcomes.append(try_one(start(recipe, run, forked=forked), run, expected, chosen, moment))
             show(outcomes)
     return outcomes
 
@@ -181,9 +192,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--forked", action="store_true", help="fork commands instead of starting Python anew")
     args = parser.parse_args()
     signal.signal(signal.SIGHUP, lambda *_: None)  # under nohup, children would inherit that it is ignored
-    outcomes = measure(args.count, args.seed)
+    if args.forked:
+        importlib.import_module("toolkit.preload")
+    outcomes = measure(args.count, args.seed, forked=args.forked)
     print(summary(outcomes))
     return 0 if all(one.ok for one in outcomes) else 1
 

@@ -1,6 +1,7 @@
 """Peak memory and time of a start, against `from_pretrained` + `deepspeed.initialize` in the same run.
 
-python -m benchmarks.start [--size 1b|0.3b|tiny] [--rows zero-1 zero-2 zero-3 tensor pipeline] [--no-step]
+python -m benchmarks.start [--size 1b|0.8b|0.3b|tiny] [--rows zero-1 zero-2 zero-3 tensor pipeline] [--no-step]
+                           [--no-peer]
 
 Four gloo ranks load a Llama in bf16 from safetensors. Memory is the peak of resident bytes above the empty worker, of
 the fullest rank, until the engine exists and until the first step has been taken. Each row is judged against
@@ -36,6 +37,7 @@ RANKS, TOKENS = 4, 16
 SIZES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000},
     "0.3b": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "vocab_size": 32000},
+    "0.8b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 11, "vocab_size": 32000},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000},
 }
 _ZERO = Plan(strategy="zero", dp=RANKS, zero_group=RANKS, micro_batch=1)
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--rows", nargs="*", choices=PLANS, default=list(PLANS))
     parser.add_argument("--no-step", action="store_true", help="stop when the engine exists: half the memory")
+    parser.add_argument("--no-peer", action="store_true", help="the toolkit's start only")
     given = parser.parse_args()
     config = {"model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, **SIZES[given.size]}
     section = Model(config={**config, "tie_word_embeddings": False}, init="scratch", precision="bf16")
@@ -182,19 +185,21 @@ def main() -> None:
         for name in given.rows:
             both = [
                 measured(function, folder, PLANS[name], params, steps=not given.no_step)
-                for function in (own_start, peer_start)
+                for function in ((own_start,) if given.no_peer else (own_start, peer_start))
             ]
             print(_row(name, bound_bytes(name, empty), *both), flush=True)
 
 
-def _row(name: str, bound: float, own: list[Start], peer: list[Start]) -> str:
-    def sizes(key: str) -> str:
-        return " ".join(f"{max(getattr(one, key) for one in ranks) / GIB:6.2f}" for ranks in (own, peer))
+def _row(name: str, bound: float, own: list[Start], peer: list[Start] | None = None) -> str:
+    both = (own,) if peer is None else (own, peer)
 
-    seconds = " ".join(f"{max(one.step_seconds or one.engine_seconds for one in ranks):6.1f}" for ranks in (own, peer))
+    def sizes(key: str) -> str:
+        return " ".join(f"{max(getattr(one, key) for one in ranks) / GIB:6.2f}" for ranks in both)
+
+    seconds = " ".join(f"{max(one.step_seconds or one.engine_seconds for one in ranks):6.1f}" for ranks in both)
     verdict = "within" if max(one.start_bytes for one in own) <= bound else "ABOVE"
     parts = [f"{name:10} {bound / GIB:6.2f}", sizes("start_bytes"), sizes("step_bytes"), seconds]
-    return " ".join(parts) + f"  {own[0].loss:.6f} {peer[0].loss:.6f} {verdict}"
+    return " ".join(parts) + "  " + " ".join(f"{ranks[0].loss:.6f}" for ranks in both) + f" {verdict}"
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def resume(
     """
     path, options = Path(run_dir), LaunchOptions(resuming=True)
     consent = Consent(trust_remote_code=trust_remote_code, allow_sinks=allow_sinks)
-    return _run(prepare_resume(path, overrides, nproc, options, print, consent), path, options)
+    return _run(prepare_resume(path, overrides, nproc, options, print, consent, here=nproc is not None), path, options)
 
 
 def parity(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from toolkit.launching import private_network
 from toolkit.launching.stop_signals import StopRequest, ignore
 
 if __name__ == "__main__":
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace, rank: Rank) -> None:
+    network = private_network.enter(os.environ)  # first of all, before there are threads
     resolved = None
     if args.recipe is not None:  # every rank finds problems of the input before torch is imported
         recipe = load_recipe(find_recipe(args.recipe), args.overrides)
@@ -170,10 +172,10 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
         _choose_algorithm(layout.read(run).recipe)
-        process_group.join(world, meeting, rank.warn)
+        process_group.join(world, meeting, rank.warn, network)
     else:
         _choose_algorithm(resolved.recipe)
-        process_group.join(world, meeting, rank.warn)
+        process_group.join(world, meeting, rank.warn, network)
         run = _prepare(resolved, args.run_dir, rank)
         pulse = rank.settle(run)
     run_rank(

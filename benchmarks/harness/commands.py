@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -20,6 +20,19 @@ MARK = "TOOLKIT_BENCHMARK_RUN"
 
 END_SECONDS = 900.0
 """A command that has not ended by then hangs; on a busy machine, imports alone take minutes."""
+
+
+class Started(Protocol):
+    """A started command, as `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """Exit code; None while it runs."""
+
+    def kill(self) -> None:
+        """Kill the process."""
+
+    def communicate(self, *, timeout: float = ...) -> tuple[str, Any]:
+        """Wait, and return what it said."""
 
 
 def toolkit(*words: str) -> list[str]:
@@ -53,7 +66,7 @@ def start(argv: list[str], mark: Path, env: Mapping[str, str] | None = None) -> 
     )
 
 
-def finish(process: subprocess.Popen[str], seconds: float = END_SECONDS) -> tuple[str, bool]:
+def finish(process: Started, seconds: float = END_SECONDS) -> tuple[str, bool]:
     """Wait for a command; return what it said, and whether it ended in time. Otherwise it is killed."""
     try:
         return process.communicate(timeout=seconds)[0], True
@@ -74,7 +87,7 @@ def losses(run: Path) -> dict[int, float]:
     return found
 
 
-def at_step(run: Path, step: int, process: subprocess.Popen[str], seconds: float = END_SECONDS) -> None:
+def at_step(run: Path, step: int, process: Started, seconds: float = END_SECONDS) -> None:
     """Wait until a run has done so many steps, or has ended."""
     deadline = time.monotonic() + seconds
     while process.poll() is None and max(losses(run), default=0) < step and time.monotonic() < deadline:

@@ -71,6 +71,8 @@ class Hosts:
             process.kill()
             process.wait()
         for index in range(self.count):
+            # At once: the kernel removes it with the namespace, but later, and the next hosts take the same name.
+            subprocess.run(["ip", "link", "del", self._end(index)], capture_output=True)
             subprocess.run(["ip", "netns", "del", self.space(index)], capture_output=True)
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
@@ -106,10 +108,10 @@ class Hosts:
 
     def unplug(self, index: int) -> None:
         """The host's network goes down; its processes live on."""
-        _ip("link", "set", f"tkv{self._number}-{index}", "down")
+        _ip("link", "set", self._end(index), "down")
 
     def plug(self, index: int) -> None:
-        _ip("link", "set", f"tkv{self._number}-{index}", "up")
+        _ip("link", "set", self._end(index), "up")
 
     def power_off(self, index: int) -> None:
         """Everything on the host ends at once: its first process takes the others along."""
@@ -136,12 +138,16 @@ class Hosts:
         wrapper.chmod(0o755)
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it
 
+    def _end(self, index: int) -> str:
+        """Name of this host's end of a link."""
+        return f"tkv{self._number}-{index}"
+
     def _make_network(self) -> None:
         _ip("link", "add", self._bridge, "type", "bridge")
         _ip("addr", "add", f"{self._subnet}.254/24", "dev", self._bridge)
         _ip("link", "set", self._bridge, "up")
         for index, address in enumerate(self.addresses):
-            space, end = self.space(index), f"tkv{self._number}-{index}"
+            space, end = self.space(index), self._end(index)
             _ip("netns", "add", space)
             _ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", space)
             _ip("link", "set", end, "master", self._bridge, "up")

@@ -20,9 +20,13 @@ from benchmarks.harness.self_killing import scale_losses
 from toolkit import cli
 from toolkit.checkpoints import store
 from toolkit.launching.launchers import Command
+from toolkit.recipe.file import load_recipe
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.supervision import supervise
 from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess, enter_worker
+from toolkit.sessions.hosts import LaunchOptions
+from toolkit.sessions.prepare import Consent, prepare_resume
+from toolkit.sessions.resolve import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +63,17 @@ def test_another_strategy_and_world_size_resume(
     assert json.loads((run / "plan.json").read_text())["strategy"] == "data_parallel"
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("done", 6)
+
+
+def test_a_run_of_several_hosts_resumes_on_this_one(recipe: Path, tmp_path: Path) -> None:
+    """As after a host was lost; without --nproc, the hosts have to be named."""
+    run, said = tmp_path / "run", list[str]()
+    resolve(load_recipe(recipe, ["cluster={device: cpu, nodes: 2, devices_per_node: 1}"])).write(run)
+    assert cli.main(["resume", str(run)]) == 2
+    options = LaunchOptions(resuming=True)
+    resolved = prepare_resume(run, (), 2, options, said.append, Consent(), here=True)
+    assert (resolved.job.cluster.nodes, resolved.chosen.plan.devices) == (1, 2)
+    assert said == ["cluster: several nodes before; now 2 processes on this host"]
 
 
 def test_a_bare_worker_saves_when_asked_to_stop_and_resumes(recipe: Path, tmp_path: Path) -> None:

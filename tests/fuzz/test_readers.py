@@ -103,6 +103,7 @@ FOUND = [
     ("heartbeat", b'{"rank": [], "step": 1, "time": 1.0, "pid": 1, "host": "a"}'),
     ("heartbeat", b"[]"),
     ("tokenizer", b'{"version": null}'),
+    ("tokenizer", READERS["tokenizer"].valid.replace(b'"text"', b'"next"').replace(b"[UNK]", b"[U]", 1)),
     ("recipe", b"[" * 5000),
     ("recipe of a report", b"a: 2020-99-99"),
     ("cluster", b"[" * 5000),

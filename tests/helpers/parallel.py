@@ -15,6 +15,7 @@ from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
+from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
@@ -61,16 +62,21 @@ def micro_batches(whole: MicroBatch, plan: Plan, replica: int) -> Iterator[Micro
         yield MicroBatch(**parts)
 
 
-def train_as_rank(section: Model, plan: Plan, train: Train, data: str) -> Trajectory:
-    """What each rank runs."""
-    site = EngineSpec(
+def engine_of(section: Model, plan: Plan, train: Train) -> Engine:
+    """The engine of this rank."""
+    spec = EngineSpec(
         model=section,
         train=train,
         plan=plan,
         deepspeed=deepspeed_config(plan, train, params=10**6, backend="cpu"),
         schedule=make_schedule(train, STEPS),
     )
-    engine = build_engine(site, current_world())
+    return build_engine(spec, current_world())
+
+
+def train_as_rank(section: Model, plan: Plan, train: Train, data: str) -> Trajectory:
+    """What each rank runs."""
+    engine = engine_of(section, plan, train)
     results = [engine.step(list(micro_batches(batch(s, data), plan, engine.replica))) for s in range(STEPS)]
     return Trajectory(tuple(float(r.loss) for r in results), tuple(r.grad_norm for r in results))
 

@@ -30,7 +30,15 @@ def test_a_machine_that_trains_has_no_errors(tmp_path: Path) -> None:
         "ports",
         "disk",
         "write speed",
+        "local network",
     }
+
+
+def test_a_host_where_others_reach_the_ranks_is_reported(tmp_path: Path) -> None:
+    """An interface that the user has chosen is respected, so there is no private network."""
+    found = examine(context(tmp_path, GLOO_SOCKET_IFNAME="eth9"), (machine_checks.local_network,))
+    assert [finding.level for finding in found] == ["warning"]
+    assert "other users of this host can connect" in found[0].what
 
 
 def test_a_stale_lock_of_a_build_is_found(tmp_path: Path) -> None:

@@ -43,6 +43,25 @@ def test_defaults_follow_the_contract() -> None:
     assert (recipe.train.grad_clip, recipe.train.warmup, recipe.metrics.wandb.mode) == (1.0, 0.03, "offline")
 
 
+PAIRS = {**GOOD, "data": {"format": "preference"}, "train": {"steps": 10, "objective": "dpo"}}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.preference={gamma: 1}", "train.preference.gamma: unused with objective dpo"),
+        ("train.objective=ppo", "train.objective: 'ppo' given"),
+        ("train={steps: 10, objective: ipo, preference: {label_smoothing: 0.1}}", "label_smoothing: unused"),
+        ("data.packing=false", "data.packing: false given; both answers of a pair share a row"),
+        ("data.streaming=true", "data.streaming: preference data can't be streamed"),
+        ("data.path={a: 1, b: 2}", "data.path: several sources given"),
+    ],
+)
+def test_preference_settings_without_effect_are_refused(override: str, words: str) -> None:
+    make_recipe(PAIRS)
+    assert words in problems(PAIRS, override)
+
+
 def test_all_problems_come_in_one_message_with_the_nearest_key() -> None:
     message = problems({"model": {"path": "x"}, "train": {"global_bacth": 4, "lr": -1, "steps": "many"}, "outptu": 1})
     assert message.startswith("recipe: 4 problems")
@@ -61,6 +80,9 @@ def test_all_problems_come_in_one_message_with_the_nearest_key() -> None:
         ("train.base_batch=8", "unused while lr_scaling is none"),
         ("train.warmup=50", "50 steps of warm-up in 10 steps"),
         ("train.betas=[0.9]", "two numbers"),
+        ("train.objective=dpo", "train.objective: dpo needs data.format preference, not text"),
+        ("data.format=preference", "train.objective: required with data.format preference: one of dpo"),
+        ("train.preference={beta: 0.2}", "train.preference: unused without train.objective"),
         ("strategy.offload=nvme", "strategy.nvme_path: required"),
         ("strategy.nvme_path=/x", "unused unless"),
         ("model.precision=fp8", "one of bf16, fp16, fp32"),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.disturbances import memory_group
+from benchmarks.harness.hosts import why_not
 from benchmarks.signals import leftovers, start, wait_for_fork, write_recipe
 from toolkit.errors import Preempted, RankFailed
 from toolkit.launching import stop_signals
@@ -73,6 +75,72 @@ def test_nohup_is_respected() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+BEGINS_TO_TRAIN = """
+import signal, sys, time
+from pathlib import Path
+from toolkit.run_dir import heartbeat
+from toolkit.run_dir.heartbeat import Beat
+import os, socket
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+directory, supervisor = Path(sys.argv[1]), os.getppid()
+beat = lambda **more: Beat(rank=0, host=socket.gethostname(), pid=os.getpid(), time=time.time(), **more)
+if sys.argv[2] == "known":
+    heartbeat.write(directory, beat(phase="starting"))
+time.sleep(0.5)
+os.kill(supervisor, signal.SIGTERM)
+time.sleep(0.6)
+heartbeat.write(directory, beat(phase="training", step=7))
+deadline = time.monotonic() + 30
+while not asked and time.monotonic() < deadline:
+    time.sleep(0.01)
+heartbeat.write(directory, heartbeat.ended(beat(phase="saving", step=7), 75, "", time.time()))
+sys.exit(75 if asked else 1)
+"""
+"""A worker whose first steps are done when the request to stop arrives, but not yet in its heartbeat."""
+
+
+@pytest.mark.parametrize("heartbeat_at_first", ["known", "unknown"])
+def test_a_request_just_before_the_first_heartbeat_of_training_is_saved(
+    tmp_path: Path, heartbeat_at_first: str
+) -> None:
+    run = RunDir(tmp_path)
+    run.heartbeats.mkdir()
+    argv = (sys.executable, "-c", BEGINS_TO_TRAIN, str(run.heartbeats), heartbeat_at_first)
+    assert run_all([Command(argv=argv, rank=0)], run, forget=False) == Preempted.exit_code
+    assert heartbeat.read_all(run.heartbeats)[0].exit_code == Preempted.exit_code, "it was killed instead of asked"
+
+
+SUPERVISES = """
+import sys
+from pathlib import Path
+from toolkit.errors import RankFailed
+from toolkit.launching.launchers import Command
+from toolkit.run_dir.layout import RunDir
+from toolkit.runtime.supervision.supervise import run_all
+run = RunDir(Path(sys.argv[1]))
+run.heartbeats.mkdir()
+hungry = "held = []\\nwhile True: held.append(bytearray(1 << 20))"
+try:
+    run_all([Command(argv=(sys.executable, "-c", hungry), rank=0)], run)
+except RankFailed as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(bool(why_not()), reason="only root can make a control group")
+def test_a_limit_of_the_control_group_is_named_when_the_kernel_kills_a_rank(tmp_path: Path) -> None:
+    with memory_group() as group:
+        (group.path / group.limit).write_text(str(256 << 20))
+        command = [*group.prefix, sys.executable, "-c", SUPERVISES, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    text = " ".join(done.stdout.split())
+    assert "rank 0 on" in text, done.stdout + done.stderr
+    assert "was ended by SIGKILL" in text
+    assert "the OOM killer killed 1 process" in text
+    assert "memory limit of its control group (container or job): 0.25 GiB" in text
 
 
 @pytest.mark.parametrize("hangs", [False, True])

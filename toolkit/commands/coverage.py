@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from toolkit.errors import BadInput
@@ -112,7 +113,7 @@ def _cell(result: Result) -> str:
 
 def _coloured(result: Result) -> str:
     return f"[{COLOURS[result.status]}]{_cell(result)}[/]" + (
-        f" {_short(result.reason)}" if result.status != "ok" else ""
+        f" {escape(_short(result.reason))}" if result.status != "ok" else ""
     )
 
 

@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
     console, options = Console(), read_launch_options(args, resuming=True)
     nproc = args.nproc or previous_num_devices(args.run_dir)
     consent = Consent(trust_remote_code=args.trust_remote_code, allow_sinks=args.allow_sinks)
-    resolved = prepare_resume(args.run_dir, args.overrides, nproc, options, plain(console), consent)
+    here = args.nproc is not None
+    resolved = prepare_resume(args.run_dir, args.overrides, nproc, options, plain(console), consent, here=here)
     _ = resolved.chosen  # raises if no plan fits
     show_decision(resolved.decision, console, top=1)
     return start(resolved, args.run_dir, options, console)

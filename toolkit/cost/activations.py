@@ -23,8 +23,19 @@ LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 """The same on a CPU."""
 LIVE_INNER = 2
 """Gradients as wide as the MLP when a layer goes backward: of its inner product and of one factor (rehearsed)."""
-NORMED_QUERIES = ("qwen3", "qwen3_moe")
+NORMED_QUERIES = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 """Model types whose layers normalise queries and keys; other types that do have not been rehearsed."""
+WIDE_NORMS = ("gpt_oss", "gemma2", "gemma3", "gemma3_text")
+"""Model types whose norms multiply by their weight in fp32, so that the normalised input is kept in fp32."""
+SANDWICH_NORMS = ("gemma2", "gemma3", "gemma3_text")
+"""Model types with a further norm after attention and after the MLP."""
+SINKS = ("gpt_oss",)
+"""Model types with attention sinks: keys and values are repeated for every head (rehearsed)."""
+EXPERT_TENSORS = {"gpt_oss": 7}
+"""Tensors as wide as an expert that are kept: gate and up, clamped gate, its sigmoid, their product, up + 1, and the
+result. Others keep 4 (rehearsed)."""
+EXPERT_BIASES = ("gpt_oss",)
+"""Model types whose experts have biases, with which the gradient of the down projection is reduced at once."""
 REDUCED_SHARE = 0.7
 """Share of a recomputed layer that is left when a full bucket is reduced."""
 EAGER_GELU, EAGER_GELU_TENSORS = ("gpt2",), 5
@@ -70,10 +81,21 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
     eager_rms = e.software.fusion == "eager" and shape.gated and not fused and not _fused_on_host(e)
     norm = (8.0 if e.element_bytes == 2 else 6.0) if eager_rms else 4.0
-    if eager_rms and e.drops_gradients and e.lora_rank:
-        norm -= 2.0  # of frozen weights there is no gradient, for which the normalised input is kept
+    after = 0.0
+    if eager_rms and e.drops_gradients:
+        normed = _normalised_bytes(e)  # for the gradient of the norm's weights, which adapters leave frozen
+        norm += (0.0 if e.lora_rank else normed) - 2.0
+        if e.model.model_type in SANDWICH_NORMS:
+            after = norm - 2.0  # the output is added at once
+    elif _fused_on_host(e) and e.model.model_type in SANDWICH_NORMS:
+        after = 2.0
     masks = 1.0 if e.software.dropout else 0.0
-    return 2 * (norm + masks) * shape.hidden
+    return 2 * (norm + after + masks) * shape.hidden
+
+
+def _normalised_bytes(e: Execution) -> float:
+    """Bytes per element of a normalised input, in units of 16 bits for the precision of the run."""
+    return 4.0 if e.model.model_type in WIDE_NORMS and e.element_bytes == 2 else 2.0
 
 
 def _fused_on_host(e: Execution) -> bool:
@@ -85,22 +107,27 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Bytes per token for queries, keys, values, attention output and inner tensors of the MLP, in 16 bits."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     outputs = 2 if e.sp > 1 else 1  # the output of attention, and the same after the exchange
+    if e.drops_gradients and e.model.model_type in SINKS:
+        kv = q
     attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
     tensors = gated if shape.gated else plain
-    inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
+    experts = _expert_tensors(e) if e.drops_gradients and shape.experts else tensors
+    inner = tensors * shape.ffn + experts * shape.experts_per_token * shape.expert_ffn
     routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens sent to experts and back
-    return attention + _normed_bytes(e, q + kv) + 2 * tensors * inner + routed
+    return attention + _normed_bytes(e, q + kv) + 2 * inner + routed
+
+
+def _expert_tensors(e: Execution) -> int:
+    return EXPERT_TENSORS.get(e.model.model_type, 4 if e.model.gated_mlp else 2)
 
 
 def _normed_bytes(e: Execution, width: int) -> float:
     """Bytes per token that the norms of queries and keys keep: inputs in fp32 and normalised ones (rehearsed)."""
     if not e.drops_gradients or e.model.model_type not in NORMED_QUERIES:
         return 0.0
-    normed = (
-        0.0 if e.lora_rank or _fused_on_host(e) else 2.0
-    )  # for the gradient of the norm's weights, which adapters leave frozen
+    normed = 0.0 if e.lora_rank or _fused_on_host(e) else _normalised_bytes(e)
     return (4.0 if e.element_bytes == 2 else 2.0) * width + normed * width
 
 
@@ -194,6 +221,27 @@ def backward_bytes(e: Execution) -> float:
     return _recomputed(e) + LIVE_INNER * _inner_gradient(e)
 
 
+def adapted_bytes(e: Execution) -> float:
+    """Bytes of the forward pass of a layer with adapters: two inputs, the MLP's product, and its update twice."""
+    return 2 * layer_input_bytes(e) + 3 * _inner_gradient(e)
+
+
+def expert_moments(e: Execution) -> tuple[tuple[float, float], ...]:
+    """Bytes beyond kept ones while a layer's experts go backward, and the share of their gradients that exists then.
+
+    Rehearsed: first the down projection, with all of the layer and gradients of its output and input; then gate and up,
+    when the inner tensors are gone but for their gradient. Adapted experts are new tensors in every pass, and so are
+    their gradients.
+    """
+    rows = e.element_bytes * e.slice.tokens * e.model.experts_per_token
+    inner = rows * e.model.expert_ffn / e.tp
+    down = _recomputed(e) + inner + rows * e.model.hidden
+    if e.lora_rank:
+        return ((down + _adapted_expert_bytes(e, layer_shape(e.model, experts=True)) / 3, 0.0),)
+    last = 2 / 3 if e.model.model_type in EXPERT_BIASES else 1.0
+    return ((down, 1 / 3), (_recomputed(e) - (_expert_tensors(e) - 2) * inner, last))
+
+
 def reduced_bytes(e: Execution) -> float:
     """The same while a full bucket is reduced, which is later in a layer's backward pass (rehearsed)."""
     return REDUCED_SHARE * _recomputed(e) + _inner_gradient(e)
@@ -251,3 +299,34 @@ def _block_loss_bytes(e: Execution) -> float:
 def last_norm_bytes(e: Execution, tensors: int) -> float:
     """Bytes of `tensors` tensors of the norm between the last layer and the head."""
     return tensors * layer_input_bytes(e)
+
+
+def peak_bytes(e: Execution, kept: float, grads: float, logits: float, *, last: bool) -> tuple[float, float]:
+    """Activation bytes at the peak, not counting gradients, and the bytes of head and loss there.
+
+    The peak is in the head and the loss, in the backward pass of the final norm, or in that of a layer. DeepSpeed frees
+    gradients after the update, so with one micro-batch they grow only as activations are freed. A stage that receives
+    gradients from the next one also holds these.
+    """
+    live = live_bytes(e)
+    at_head, at_norm = logits, 0.0
+    if e.drops_gradients and logits:  # the toolkit's own runs: the final norm is between logits and layers
+        at_head, at_norm = _tails(e)
+    tail = max(at_head, at_norm)
+    if e.drops_gradients and loss_in_blocks(e) and logits and e.pp == 1 and (at_head < tail or tail < live):
+        logits = head_gradient_bytes(e) if tail > live else 0.0
+    if e.drops_gradients and not last:
+        kept += ARRIVED * layer_input_bytes(e)
+    stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
+    if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
+        return kept + max(tail, live) - logits, logits
+    return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads), logits
+
+
+def _tails(e: Execution) -> tuple[float, float]:
+    """Bytes beyond what layers keep, in the toolkit's own runs: in head and loss, and in the final norm after them.
+
+    The last stage of a pipeline has freed the gradients of the logits when the norm goes backward.
+    """
+    at_norm = last_norm_bytes(e, LAST_NORM_LIVE) + (head_gradient_bytes(e) if loss_in_blocks(e) else 0.0)
+    return logit_bytes(e) + last_norm_bytes(e, LAST_NORM_KEPT), at_norm if e.pp == 1 else 0.0

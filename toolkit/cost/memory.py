@@ -7,17 +7,16 @@ from collections.abc import Iterator, Mapping
 from toolkit.cost.activations import (
     ARRIVED,
     HEAD_LIVE,
-    LAST_NORM_KEPT,
-    LAST_NORM_LIVE,
     NORM_LIVE,
+    adapted_bytes,
     backward_bytes,
+    expert_moments,
     head_gradient_bytes,
     kept_bytes,
-    last_norm_bytes,
     layer_input_bytes,
-    live_bytes,
     logit_bytes,
     loss_in_blocks,
+    peak_bytes,
     reduced_bytes,
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
@@ -32,9 +31,8 @@ BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default `reduce_bucket_size`, as in published figures; the toolkit uses smaller buckets."""
 LIVE_ELEMENTS = 1e9
 """Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
-HELD = 9.3
-"""Tensors as wide as the model, of the first layer's norms, that a recomputed layer still holds after the backward pass
-where tensor ranks sum partial gradients (rehearsed)."""
+LATE = 0.85
+"""Share of the layers that have run when DeepSpeed gathers a frozen head (rehearsed)."""
 IN_USE_LAYERS = 1.5
 """Further layers that ZeRO 3 has gathered: the one in use, and on average half of the next."""
 
@@ -80,7 +78,9 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
         parts |= peak
     else:
-        parts["activations"], parts["logits"] = _peak(e, kept, parts, last=index == e.pp - 1)
+        parts["activations"], parts["logits"] = peak_bytes(
+            e, kept, parts["grads"], parts["logits"], last=index == e.pp - 1
+        )
         parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
     parts["overhead"] = _overhead(e, live, cal)
@@ -125,11 +125,13 @@ class _Step:
         self, activations: float, logits: float = 0.0, buffers: float = 0.0, *, gathered: float | None = None,
         grads: float | None = None,
     ) -> Moment:  # fmt: skip
+        weights = _gathered_now(self.e) if gathered is None else gathered
+        unpacked = self.e.quantized_base  # a matrix in 16 bits, made for a product, is freed with it
         return {
-            "activations": activations,
+            "activations": activations + weights if unpacked else activations,
             "logits": logits,
             "buffers": buffers,
-            "gathered": _gathered_now(self.e) if gathered is None else gathered,
+            "gathered": 0.0 if unpacked else weights,
             "grads": self.early_grads if grads is None else grads,
         }
 
@@ -160,14 +162,17 @@ class _Step:
 
     def layers(self) -> Iterator[Moment]:
         """The last layer's backward pass, and the first full bucket, which is copied for its reduction."""
-        e, live = self.e, backward_bytes(self.e)
+        e = self.e
         arrived = ARRIVED * self.hidden if self.index < e.pp - 1 else 0.0
         waiting = self.head_grad if self.tied else 0.0  # a tied table waits for its other gradient
         copied = self._copied(e.model.hidden * e.model.ffn / e.tp)
-        whole = _expert_gradients(e)
-        yield self._moment(self.kept + arrived + live, waiting, self.buckets + copied, grads=self.early_grads + whole)
-        first, grads = _gathered_now(e, first_layer=True), self.grads + whole
-        yield self._moment(live + arrived, waiting, self.buckets + copied, grads=grads, gathered=first)
+        whole, first = _expert_gradients(e), _gathered_now(e, first_layer=True)
+        for live, share in expert_moments(e) if whole else ((backward_bytes(e), 0.0),):
+            early, late = self.early_grads + share * whole, self.grads + share * whole
+            yield self._moment(self.kept + arrived + live, waiting, self.buckets + copied, grads=early)
+            yield self._moment(live + arrived, waiting, self.buckets + copied, grads=late, gathered=first)
+        if e.lora_rank and e.zero_stage == 3:
+            yield self._forward()
         if e.zero_stage and self.buckets and self.trained:
             done = min(1.0, _own_bucket(e) / self.trained)
             width = e.element_bytes if e.element_bytes == 4 else e.software.grad_bytes
@@ -176,12 +181,17 @@ class _Step:
             live = self.kept * (1 - done) + arrived + reduced_bytes(e)
             yield self._moment(live, waiting, self.buckets + flat, gathered=self.ahead)
 
+    def _forward(self) -> Moment:
+        """A late layer's forward pass: a frozen head is gathered ahead in addition to DeepSpeed's limit (rehearsed)."""
+        head = self.e.element_bytes * self.e.model.head_params / self.e.tp
+        live = LATE * self.kept + adapted_bytes(self.e)
+        return self._moment(live, 0.0, self.buckets, gathered=_gathered_now(self.e) + head)
+
     def ends(self) -> Iterator[Moment]:
         """The gradient of the embedding, and the update."""
         e = self.e
         table = e.element_bytes * e.model.vocab * e.model.hidden / e.tp if not e.lora_rank else 0.0
         largest = largest_tensor(e)
-        held = HELD * self.hidden if e.tp > 1 and e.recompute.kept < 1 else 0.0
         copies = self._copied(e.model.vocab * e.model.hidden / e.tp)
         if self.index == 0 and self.tied:
             both = self.grads + table
@@ -190,14 +200,14 @@ class _Step:
             flying = _in_flight(e, 0)
             waiting = self.kept * (flying - 1) / flying  # of the other micro-batches
             buffers = self.buckets + copies
-            yield self._moment(waiting + table + held, 0.0, buffers, grads=self.grads, gathered=self.ahead)
+            yield self._moment(waiting + table, 0.0, buffers, grads=self.grads, gathered=self.ahead)
         if e.offload != "none" and e.zero_stage in (1, 2):  # the norm of a gradient is taken in float64 as it arrives
             need = self.buckets + copies + 8 * min(self.shard, largest)
         elif e.zero_stage in (1, 2) and e.pp == 1 and not e.accumulates_apart and e.element_bytes == 2:
             need = max(4 * self.shard, 8 * min(self.shard, largest))
         else:
             need = self._update()
-        yield self._moment(0.0, 0.0, need + held, grads=self.grads, gathered=self.ahead)
+        yield self._moment(0.0, 0.0, need, grads=self.grads, gathered=self.ahead)
 
     def _update(self) -> float:
         """Bytes that the update takes: gradients in fp32, or a copy in 16 bits that is sent."""
@@ -225,37 +235,6 @@ def _layers(e: Execution, index: int) -> int:
     return e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else last
 
 
-def _peak(e: Execution, kept: float, parts: dict[str, float], *, last: bool) -> tuple[float, float]:
-    """Activation bytes at the peak, not counting gradients, and the bytes of head and loss there.
-
-    The peak is in the head and the loss, in the backward pass of the final norm, or in that of a layer. DeepSpeed frees
-    gradients after the update, so with one micro-batch they grow only as activations are freed. A stage that receives
-    gradients from the next one also holds these.
-    """
-    live, logits, grads = live_bytes(e), parts["logits"], parts["grads"]
-    at_head, at_norm = logits, 0.0
-    if e.drops_gradients and logits:  # the toolkit's own runs: the final norm is between logits and layers
-        at_head, at_norm = _tails(e)
-    tail = max(at_head, at_norm)
-    if e.drops_gradients and loss_in_blocks(e) and logits and e.pp == 1 and (at_head < tail or tail < live):
-        logits = head_gradient_bytes(e) if tail > live else 0.0
-    if e.drops_gradients and not last:
-        kept += ARRIVED * layer_input_bytes(e)
-    stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
-    if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
-        return kept + max(tail, live) - logits, logits
-    return max(0.0, max(kept + tail, live + max(kept, grads)) - logits - grads), logits
-
-
-def _tails(e: Execution) -> tuple[float, float]:
-    """Bytes beyond what layers keep, in the toolkit's own runs: in head and loss, and in the final norm after them.
-
-    The last stage of a pipeline has freed the gradients of the logits when the norm goes backward.
-    """
-    at_norm = last_norm_bytes(e, LAST_NORM_LIVE) + (head_gradient_bytes(e) if loss_in_blocks(e) else 0.0)
-    return logit_bytes(e) + last_norm_bytes(e, LAST_NORM_KEPT), at_norm if e.pp == 1 else 0.0
-
-
 def _stage_params(e: Execution, index: int) -> float:
     """Parameters of a stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
     model = e.model
@@ -273,7 +252,8 @@ def _stage_params(e: Execution, index: int) -> float:
 def _expert_gradients(e: Execution) -> float:
     """Bytes of gradients of a layer's experts, which are one tensor per matrix: too large for a bucket, they wait."""
     routed = routed_expert_params(e) / e.ep / e.tp
-    return e.element_bytes * routed if e.zero_stage and not e.lora_rank and routed / 3 > _own_bucket(e) else 0.0
+    trained = e.lora_targets == "all" if e.lora_rank else routed / 3 > _own_bucket(e)
+    return e.element_bytes * routed if e.zero_stage and trained else 0.0
 
 
 def _param_bytes(e: Execution, params: float) -> float:
@@ -331,11 +311,14 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
         return 0.0
     total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
     layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
-    more = layer + _own_bucket(e) / 4 if first_layer else 0.0  # and the bucket of the next ones
-    if not first_layer and (e.lora_rank or (e.model.tied_embeddings and e.recompute.kept < 1)):
-        more = table  # of a frozen head, DeepSpeed notices the end late
-    if layer > LIVE_ELEMENTS:  # nothing is gathered ahead
-        return e.element_bytes * min(total, layer + min(more, _own_bucket(e)))
+    if layer > LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
+        small = table if table <= bucket_elements(e.model_params, e.tp * e.pp, e.bucket_elements) else 0.0
+        return e.element_bytes * min(total, layer + (_own_bucket(e) if first_layer else small))
+    more = table if e.model.tied_embeddings and e.recompute.kept < 1 else 0.0
+    if first_layer:
+        more = layer + _own_bucket(e) / 4  # and the bucket of the next ones
+    elif e.model.experts:  # of a layer's experts all are gathered at once
+        more = max(more, routed_expert_params(e) / e.ep / e.tp)
     return e.element_bytes * min(total, max(LIVE_ELEMENTS + more, table))
 
 

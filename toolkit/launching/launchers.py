@@ -6,12 +6,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toolkit.launching.environment import RENDEZVOUS, START_DIRECTORY, free_port
 from toolkit.launching.hostfile import Host
+from toolkit.launching.private_network import private_network
 
 LAUNCHERS = ("local", "deepspeed", "accelerate", "torchrun", "ray")
 WORKER = "toolkit.worker"
@@ -166,14 +167,24 @@ def private_directory(commands: Sequence[Command]) -> Iterator[list[Command]]:
 
     Every start of a job needs a file of its own: the keys of an earlier one would be taken for those of its peers.
     """
-    with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as private:
-        yield [_in_private(command, Path(private)) for command in commands]
+    with private_meeting(one_host=any(command.one_host for command in commands)) as (private, variables):
+        yield [_in_private(command, private, variables) for command in commands]
 
 
-def _in_private(command: Command, private: Path) -> Command:
+@contextmanager
+def private_meeting(*, one_host: bool = True) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A directory that only this user can enter, and variables with which ranks of one host meet and talk."""
+    network: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if one_host:
+        network = private_network({**os.environ, **import_path()})
+    with tempfile.TemporaryDirectory(prefix="toolkit-", ignore_cleanup_errors=True) as private, network as variables:
+        yield Path(private), {RENDEZVOUS: str(Path(private) / "store"), **variables}
+
+
+def _in_private(command: Command, private: Path, variables: Mapping[str, str]) -> Command:
     env = dict(command.env)
     if command.one_host:
-        env[RENDEZVOUS] = str(private / "store")
+        env |= variables
     if not command.imports_cwd:
         return replace(command, env=env)
     empty = private / "empty"

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.launching.environment import ONEDNN_ISA, broken_tiles, has_wandb_key, read_cpuinfo
+from toolkit.launching.launchers import import_path
+from toolkit.launching.private_network import private_network
 from toolkit.plans.deepspeed_rules import parse_version
 from toolkit.units import GB, KIB
 
@@ -180,6 +182,18 @@ def hosts(context: CheckContext) -> Iterator[Finding]:
             yield Finding("hosts", "error", f"{host} does not answer on port 22: {error}", fix)
 
 
+def local_network(context: CheckContext) -> Iterator[Finding]:
+    """Check whether ranks of one host get a network that other users of the host can't enter."""
+    with private_network({**context.env, **import_path()}) as variables:
+        private = bool(variables)
+    if private:
+        yield Finding("local network", "ok", "ranks of one host talk in a network of their own")
+        return
+    what = "other users of this host can connect to the ranks of a run: no network namespace can be made"
+    fix = "allow user namespaces (user.max_user_namespaces), run in a container, or keep other users off the host"
+    yield Finding("local network", "warning", what, fix)
+
+
 def devices(context: CheckContext) -> Iterator[Finding]:
     """Compare the accelerators present with those visible."""
     present = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
@@ -245,7 +259,7 @@ def wandb_login(context: CheckContext) -> Iterator[Finding]:
 Check = Callable[[CheckContext], Iterator[Finding]]
 QUICK: tuple[Check, ...] = (versions, stale_locks, shared_memory, limits, ports, devices, processor, disk)
 """Run before every `toolkit train`; they take milliseconds."""
-ALL: tuple[Check, ...] = (*QUICK, hosts, write_speed, wandb_login)
+ALL: tuple[Check, ...] = (*QUICK, local_network, hosts, write_speed, wandb_login)
 
 
 def examine(context: CheckContext, checks: tuple[Check, ...] = ALL) -> list[Finding]:

@@ -8,7 +8,7 @@ from toolkit.errors import Problem
 from toolkit.recipe.schema import show
 from toolkit.recipe.sections import Data, Format, Model, Task, Train
 
-PACKED_FORMATS = ("text", "instruction", "chat")
+PACKED_FORMATS = ("text", "instruction", "chat", "preference")
 
 
 def task_of(kind: Format) -> Task:
@@ -36,6 +36,7 @@ def data_problems(data: Data, train: Train, model: Model) -> Iterator[Problem]:
         yield Problem("data.context_column", f"unused with data.format {data.format}; remove it")
     yield from _eval_problems(data, train)
     yield from _streaming_problems(data, train)
+    yield from _preference_problems(data)
 
 
 def _mixture_problems(data: Data) -> Iterator[Problem]:
@@ -50,6 +51,17 @@ def _mixture_problems(data: Data) -> Iterator[Problem]:
             yield Problem("data.path", f"{given}; a source and a weight above 0 are required")
         elif source == "synthetic" and data.format == "text":
             yield Problem("data.path", "synthetic text can't be part of a mixture; give files or hub ids")
+
+
+def _preference_problems(data: Data) -> Iterator[Problem]:
+    if data.format != "preference":
+        return
+    if not data.packing:
+        yield Problem("data.packing", "false given; both answers of a pair share a row, so preference data is packed")
+    if data.streaming:
+        yield Problem("data.streaming", "preference data can't be streamed; remove it")
+    if isinstance(data.path, dict):
+        yield Problem("data.path", "several sources given; preference data comes from one source")
 
 
 def _streaming_problems(data: Data, train: Train) -> Iterator[Problem]:

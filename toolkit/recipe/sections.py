@@ -8,10 +8,11 @@ from typing import Any, Literal
 from toolkit.recipe.axes import Offload, Recompute, TensorBy, ZeroQuantized, ZeroVariant
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
+from toolkit.recipe.objective_sections import Objective, Preference
 from toolkit.recipe.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Format = Literal["text", "instruction", "chat", "classification", "image-classification", "seq2seq"]
+Format = Literal["text", "instruction", "chat", "preference", "classification", "image-classification", "seq2seq"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
 OptimizerName = Literal["adamw", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
 
@@ -85,7 +86,7 @@ class Data:
     seq_len: int = number(512, least=2, most=2**30)
     """Tokens per sequence."""
     packing: bool = True
-    """Fill sequences with several documents instead of padding; for text, instruction and chat."""
+    """Fill sequences with several documents instead of padding; for text, instruction, chat and preference."""
     packing_method: Literal["auto", "best_fit", "stream"] = "auto"
     """`best_fit`: documents do not attend to each other; `stream`: one text stream cut every `seq_len` tokens, for
     pre-training; `auto`: best_fit, or stream for text if the model type can't keep documents apart."""
@@ -96,11 +97,15 @@ class Data:
     messages_column: str = "messages"
     """Column with the messages (chat). A `tools` column is passed to the chat template, too."""
     prompt_column: str = "prompt"
-    """Column with the prompt (instruction, seq2seq)."""
+    """Column with the prompt (instruction, seq2seq; preference, unless answers are complete conversations)."""
     context_column: str | None = None
     """Column with additional context for the prompt, which may be empty (instruction)."""
     response_column: str = "response"
     """Column with the response (instruction, seq2seq)."""
+    chosen_column: str = "chosen"
+    """Column with the better answer, a text or messages (preference)."""
+    rejected_column: str = "rejected"
+    """Column with the worse answer, a text or messages (preference)."""
     label_column: str = "label"
     """Column with the class, a number or a name (classification, image-classification)."""
     image_column: str = "image"
@@ -129,6 +134,10 @@ class Train:
     """Steps to train; or set `epochs`."""
     epochs: float | None = number(None, above=0)
     """Passes over the data; or set `steps`."""
+    objective: Objective | None = None
+    """What is minimised instead of the cross-entropy, for `data.format: preference`; see docs/finetuning.md."""
+    preference: Preference | None = None
+    """Settings of the objective."""
     optimizer: OptimizerName = "adamw"
     """Update rule. `lamb` and `lars` scale each layer's update by its norms; `lars` takes its momentum from `betas`."""
     freeze_steps: int | None = number(None, least=1)

@@ -48,6 +48,7 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.observer import Observer
+from toolkit.runtime.reference import ReferencePass, with_reference
 from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
@@ -175,8 +176,23 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
     engine = async_island or build_engine(engine_spec, world)
-    engine.watch(clock)
     say = _speaker(world, context.console)
+    share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
+    dataset = with_reference(
+        dataset,
+        recipe,
+        lambda cache, model: ReferencePass(
+            engine=engine,
+            share=share,
+            world=world,
+            global_batch=plan.global_batch,
+            cache=cache,
+            model=model,
+            tick=lambda: context.heartbeat.move(phase="computing the reference"),
+            say=_console_say(recipe, say) if world.rank == 0 else print,
+        ),
+    )
+    engine.watch(clock)
     for note in dataset.notes if world.rank == 0 else ():
         _console_say(recipe, say)(f"data: {note}")
     return _Parts(
@@ -191,7 +207,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         clock=clock,
         comm=comm,
         position=_position(spec, run, world, engine, dataset, order, say),
-        share=Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch),
+        share=share,
         say=say,
     )
 

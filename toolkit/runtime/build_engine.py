@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
+from toolkit.recipe.objective_sections import Preference
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.async_islands import Membership
@@ -42,6 +43,7 @@ from toolkit.runtime.models.build import (
 )
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse, find_layers
@@ -122,7 +124,7 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
     compiled_layers.install(model, spec.model)
-    loss = _loss_in_head(spec, model)
+    loss = _objective(spec, _loss_in_head(spec, model))
     if spec.plan.islands > 1:
         parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss)
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -141,7 +143,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     group = tensor_group(mesh)
     model, weights = open_skeleton(spec.model, spec.train.seed)
     fused_kernels.install(model, spec.model)
-    loss = _sharded(spec, model, group)
+    loss = _objective(spec, _sharded(spec, model, group))
     _fill_own(model, spec, weights)
     sum_partial_gradients(model, group)
     recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
@@ -170,7 +172,8 @@ def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
     """DeepSpeed's AutoTP shards the full model when the engine is made, and makes the process groups itself."""
     model = _full_model(spec)
     seed_rank(spec.train.seed, mesh)
-    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule)
+    parts = ReplicaParts(loss=_objective(spec, summed_loss))
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
 def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -185,7 +188,7 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
         loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[prefix + name])
     else:
         loss = _loss_in_head(spec, model)
-    stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], loss)
+    stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], _objective(spec, loss))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     if group:
         sum_partial_gradients(model, group)
@@ -194,6 +197,13 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
     return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
+
+
+def _objective(spec: EngineSpec, loss: Loss) -> Loss:
+    """What the recipe minimises, given the loss of tokens."""
+    if spec.train.objective is None:
+        return loss
+    return PreferenceLoss(loss, spec.train.objective, spec.train.preference or Preference())
 
 
 def _loss_in_head(spec: EngineSpec, model: Any) -> Loss:

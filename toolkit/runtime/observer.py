@@ -89,6 +89,7 @@ class Observer:
             parts=split.parts,
             grad_sync_seconds=split.grad_sync_seconds,
             compiled_graphs=compiled_graphs(),
+            preference=result.figures,
             skipped=int(result.skipped),
             loss_scale=result.loss_scale,
             noise_scale_sequences=self._noise_of(number, result),

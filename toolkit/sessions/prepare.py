@@ -15,7 +15,7 @@ from toolkit.errors import BadInput, Problem
 from toolkit.launching import environment
 from toolkit.launching.launch_files import IMAGE, Emission, files, fixed_recipe
 from toolkit.recipe.file import as_mapping, load_recipe
-from toolkit.recipe.sections import Recipe
+from toolkit.recipe.sections import ClusterSection, Recipe
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import ray
 from toolkit.sessions.hosts import LaunchOptions, check_launcher, on_hosts
@@ -68,8 +68,13 @@ def prepare_resume(
     options: LaunchOptions,
     report: Callable[[str], object],
     consent: Consent,
+    *,
+    here: bool,
 ) -> Resolved:
-    """Plan the recipe of a run directory again, with overrides, for the processes that are available now."""
+    """Plan the recipe of a run directory again, with overrides, for the processes that are available now.
+
+    `here`: the user has asked for so many processes on this host, whatever hosts the run had before.
+    """
     run = RunDir(run_dir)
     if not run.recipe.is_file():
         raise BadInput(str(run_dir), "is not a run directory (no recipe.yaml); give one that `toolkit train` made")
@@ -80,8 +85,13 @@ def prepare_resume(
     recipe = check(recipe, environment.environment(), report)
     if options.hosts:
         recipe, nproc = on_hosts(replace(recipe, cluster="auto"), options.hosts), None
+    typed = any(override.startswith("cluster") for override in overrides)
+    several = isinstance(recipe.cluster, ClusterSection) and recipe.cluster.nodes > 1
+    if here and several and not options.hosts and not typed:
+        report(f"cluster: several nodes before; now {nproc} processes on this host")
+        recipe = replace(recipe, cluster="auto")
     if options.launcher == ray.LAUNCHER:
-        if not any(override.startswith("cluster") for override in overrides):
+        if not typed:
             recipe = replace(recipe, cluster="auto")
         recipe = ray.on_ray(recipe, nproc, options.hosts)
     if recipe.checkpoint.resume != "auto":

@@ -106,6 +106,52 @@ def test_only_the_response_counts(words: PreTrainedTokenizerFast, template: str 
     assert counted == "2<|end|>"
 
 
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+        {"prompt": ASKED, "chosen": [{"role": "assistant", "content": "4"}],
+         "rejected": [{"role": "assistant", "content": "5"}]},
+        {"chosen": [*ASKED, {"role": "assistant", "content": "4"}],
+         "rejected": [*ASKED, {"role": "assistant", "content": "5"}]},
+    ],
+)  # fmt: skip
+def test_both_answers_count_however_a_pair_is_written(words: PreTrainedTokenizerFast, row: dict[str, Any]) -> None:
+    assert counted_text(HuggingFace(words), Data(format="preference"), row) == ["4<|end|>", "5<|end|>"]
+    whole = make_format(Data(format="preference"), HuggingFace(words)).encode({k: [v] for k, v in row.items()})
+    texts = [HuggingFace(words).decode(ids.tolist()) for ids in whole.documents]
+    assert texts[0].replace("4<|end|>", "") == texts[1].replace("5<|end|>", ""), "the prompt is the same"
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "rejected is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
+        ({"prompt": None, "chosen": "b", "rejected": "c"}, "no prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": ASKED}, "both must be of one kind"),
+        ({"prompt": "a", "chosen": 4, "rejected": 5}, "a list of messages"),
+    ],
+)
+def test_pairs_that_can_not_be_used_are_named_with_their_row(
+    words: PreTrainedTokenizerFast, row: dict[str, Any], what: str
+) -> None:
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = {key: [good[key], row[key]] for key in good}
+    ((number, problem),) = make_format(Data(format="preference"), HuggingFace(words)).encode(rows).problems
+    assert number == 1
+    assert what in problem
+
+
+def test_a_prompt_without_room_for_the_answers_is_named_with_file_and_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * length, "chosen": "yes", "rejected": "no"} for length in (3, 300)]
+    with pytest.raises(BadInput, match=r"rows\.jsonl, row 2: the prompt leaves no room for both answers in 64 tokens"):
+        load(tmp_path, rows, "data.format=preference", "train.objective=simpo", "data.seq_len=64")
+
+
 def load(tmp_path: Path, rows: list[dict[str, Any]], *overrides: str, takes: InputSpec = TAKES) -> Dataset:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from toolkit.runtime.metrics.memory import SAMPLED_STEP, MemoryMeter, live_tensor_bytes
@@ -38,3 +39,14 @@ def test_the_peak_inside_a_step_is_seen() -> None:
         del passing
     assert before + 8 * MIB <= meter.peak_bytes <= before + 20 * MIB
     assert kept.grad is not None
+
+
+def test_what_is_freed_in_the_measured_step_leaves_room() -> None:
+    """A tensor from before the step is freed before two of its size are made: the peak is one tensor higher."""
+    meter, old = MemoryMeter(), [torch.ones(MIB)]
+    before = live_tensor_bytes()
+    with meter.step(SAMPLED_STEP):
+        old.clear()
+        new = torch.ones(MIB)
+        assert (new + 1).sum() > 0
+    assert meter.peak_bytes - before == pytest.approx(4 * MIB, rel=0.001)

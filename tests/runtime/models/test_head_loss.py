@@ -13,7 +13,7 @@ from toolkit.recipe.sections import Model
 from toolkit.runtime.metrics.memory import _largest_growth
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.head_loss import HeadLoss, Transform, why_not
-from toolkit.runtime.models.micro_batch import IGNORE
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import shares
 from toolkit.runtime.sharding.collectives import TensorGroup, copy_in
 from toolkit.runtime.supervision.warm_pool import call_on_ranks
@@ -47,7 +47,7 @@ def by_logits(tensors: list[torch.Tensor], labels: torch.Tensor, transform: Tran
 
 
 def by_head(tensors: list[torch.Tensor], labels: torch.Tensor, loss: HeadLoss) -> torch.Tensor:
-    loss.expect(labels)
+    loss.expect(MicroBatch(None, labels))
     return loss.of_hidden(tensors[0], tensors[1], tensors[2] if len(tensors) > 2 else None)
 
 
@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_complete_logits(
 def test_a_frozen_head_gets_no_gradient() -> None:
     labels, hidden, (_, weight) = case(torch.float32, bias=False)
     loss = HeadLoss(Transform())
-    loss.expect(labels)
+    loss.expect(MicroBatch(None, labels))
     loss(loss.of_hidden(hidden, weight.detach(), None), labels).backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None
 
@@ -95,11 +95,11 @@ def on_a_slice(dtype: torch.dtype) -> tuple[float, list[torch.Tensor], int]:
     labels, hidden, (_, weight) = case(dtype, bias=False)
     own = weight.detach().split(shares(VOCABULARY, 2))[rank].clone().requires_grad_()
     loss = HeadLoss(Transform(cap=5.0), group, sum(shares(VOCABULARY, 2)[:rank]))
-    loss.expect(labels)
+    loss.expect(MicroBatch(None, labels))
     total = loss(loss.of_hidden(copy_in(hidden, group), own, None), labels)
     gradients = list(torch.autograd.grad(total, [hidden, own]))
     with torch.no_grad():
-        loss.expect(labels)
+        loss.expect(MicroBatch(None, labels))
         hits = loss.num_correct(loss.of_hidden(hidden, own, None), labels)
     return float(total.detach()), gradients, int(hits)
 
@@ -144,7 +144,7 @@ def test_bytes_do_not_grow_with_the_vocabulary() -> None:
     weight = torch.randn(vocabulary, width, requires_grad=True)
     loss, labels = HeadLoss(Transform()), torch.randint(0, vocabulary, (1, tokens))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-        loss.expect(labels)
+        loss.expect(MicroBatch(None, labels))
         loss(loss.of_hidden(hidden, weight, None), labels).backward()  # type: ignore[no-untyped-call]
     logits_bytes = 4 * tokens * vocabulary
     assert _largest_growth(watch) - weight.nbytes < 0.35 * logits_bytes

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.rehearsals import tiny_row
 from toolkit.cli import main
@@ -15,6 +17,8 @@ from toolkit.errors import BadInput, NotRehearsable
 from toolkit.launching.launchers import Command
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
+from toolkit.runtime.metrics.memory import _largest_growth
+from toolkit.runtime.rehearsal.ledger import _attention_workspace
 from toolkit.runtime.rehearsal.report import RoleReport
 from toolkit.runtime.supervision.warm_pool import WarmProcess
 from toolkit.sessions import rehearse as session
@@ -38,10 +42,28 @@ def rehearsed(mapping: dict[str, Any], *overrides: str, **options: Any) -> Rehea
     return rehearse(resolve(make_recipe(mapping, overrides), 2), **options)
 
 
-def test_rehearsed_bytes_are_the_measured_ones() -> None:
-    """A sample of `python -m benchmarks.rehearsals --harness`; docs/rehearsal.md says which rows do not agree."""
-    row = tiny_row("zero-2 bf16")
+@pytest.mark.parametrize(
+    "name",
+    ["zero-2 bf16", "tensor bf16-recompute", "pipeline fp32-recompute", "hybrid bf16-recompute", "zero-3-lora fp32"],
+)
+def test_rehearsed_bytes_are_the_measured_ones(name: str) -> None:
+    """A sample of `python -m benchmarks.rehearsals --harness`."""
+    row = tiny_row(name)
     assert row.rehearsed_bytes == pytest.approx(row.measured_bytes, rel=BOUND)
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_the_workspace_of_attention_on_a_cpu_is_counted(tokens: int) -> None:
+    """Bytes that torch's kernel allocates beyond its results, with gradients in both layouts."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    query, key, value = (torch.randn(2, 2, tokens, 32) for _ in range(3))
+    output, stats = flash(query, key, value, 0.0, True)
+    for gradient in (torch.ones(2, 2, tokens, 32), torch.ones(2, tokens, 2, 32).transpose(1, 2)):
+        given = (gradient, query, key, value, output, stats, 0.0, True)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+            results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given)
+        inside = _largest_growth(watch) - sum(one.nbytes for one in results)
+        assert sum(one.nbytes for one in _attention_workspace(given)) == pytest.approx(inside, abs=1024)
 
 
 def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from toolkit.recipe.sections import Model
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models.build import fill, open_weights, skeleton
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.sharding import collectives, shard_model, sharding_plan
@@ -112,7 +113,7 @@ def reductions_on_rank(recompute: str) -> tuple[int, int, int]:
         return reduce(tensor, *args, **kwargs)
 
     collectives.dist.all_reduce = counted
-    loss.expect(ids)
+    loss.expect(MicroBatch(ids, ids))
     total = loss(shards(input_ids=ids, use_cache=False).logits, ids)
     hidden = ids.numel() * shards.config.hidden_size
     forward = seen.count(hidden)

@@ -15,6 +15,8 @@ from toolkit.runtime.corpus.tokenizer import Message, Tokenizer
 
 Rows = Mapping[str, Sequence[Any]]
 """Column → values."""
+Segment = tuple[str, bool]
+"""(text, whether the loss counts it)."""
 
 
 @dataclass
@@ -31,6 +33,16 @@ class Encoded:
     unrolled: int = 0
     problems: list[tuple[int, str]] = field(default_factory=list)
     """(row, why it can't be read)."""
+
+    def add(self, tokenizer: Tokenizer, segments: Sequence[Segment]) -> None:
+        """Append a document that is made of segments."""
+        ids = tokenizer.encode([text for text, _ in segments])
+        flags = [np.full(len(part), counts) for part, (_, counts) in zip(ids, segments, strict=True)]
+        if tokenizer.end is not None and not tokenizer.template_ends:
+            ids.append(np.array([tokenizer.end]))
+            flags.append(np.array([segments[-1][1] or not segments[-1][0]]))
+        self.documents.append(np.concatenate(ids).astype(TOKEN))
+        self.counted.append(np.concatenate(flags))
 
 
 class Format(Protocol):
@@ -111,13 +123,7 @@ class Answers:
         found.unanswered += not documents
         found.unrolled += unrolled
         for segments in documents:
-            ids = self.tokenizer.encode([text for text, _ in segments])
-            flags = [np.full(len(part), counts) for part, (_, counts) in zip(ids, segments, strict=True)]
-            if self.tokenizer.end is not None and not self.tokenizer.template_ends:
-                ids.append(np.array([self.tokenizer.end]))
-                flags.append(np.array([segments[-1][1] or not segments[-1][0]]))
-            found.documents.append(np.concatenate(ids).astype(TOKEN))
-            found.counted.append(np.concatenate(flags))
+            found.add(self.tokenizer, segments)
 
     def _documents(self, messages: list[Any], tools: Any) -> tuple[list[list[Segment]], bool]:
         if self.tokenizer.has_template:
@@ -180,12 +186,80 @@ class Pairs:
         return found
 
 
+@dataclass(frozen=True)
+class Preferences:
+    """Pairs of answers, of which one is better: two documents per row, the chosen one first."""
+
+    tokenizer: Tokenizer
+    section: Data
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of both answers; a prompt column is optional, because answers may be complete conversations."""
+        return (self.section.chosen_column, self.section.rejected_column)
+
+    def encode(self, rows: Rows) -> Encoded:
+        found = Encoded()
+        prompts = rows.get(self.section.prompt_column, [None] * len(rows[self.columns[0]]))
+        for number, (prompt, *answers) in enumerate(zip(prompts, *(rows[name] for name in self.columns), strict=True)):
+            try:
+                documents = self._pair(prompt, *(_without_nulls(answer) for answer in answers))
+            except Exception as error:  # templates are programs and may raise anything
+                found.problems.append((number, first_line(error)))
+                continue
+            for segments in documents:
+                found.add(self.tokenizer, segments)
+        return found
+
+    def _pair(self, prompt: Any, chosen: Any, rejected: Any) -> list[list[Segment]]:
+        """Segments of both documents: what precedes the answers, and each answer."""
+        for name, answer in zip(self.columns, (chosen, rejected), strict=True):
+            if not answer:
+                raise ValueError(f"{name} is empty; both answers are required")
+            if not isinstance(answer, str) and (problem := _message_problem(answer)):
+                raise ValueError(f"{name}: {problem}")
+        if chosen == rejected:
+            raise ValueError("both answers are the same; a pair must have a better and a worse one")
+        if isinstance(chosen, str) != isinstance(rejected, str):
+            raise ValueError("one answer is a text, the other one a list of messages; both must be of one kind")
+        before, chosen, rejected = self._split(_without_nulls(prompt), chosen, rejected)
+        if not before:
+            raise ValueError(f"no prompt: {self.section.prompt_column} is empty, and the answers have no common start")
+        return [self._document(before, answer) for answer in (chosen, rejected)]
+
+    def _split(self, prompt: Any, chosen: Any, rejected: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """(messages before the answers, messages of the chosen answer, of the rejected one)."""
+        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else list(prompt or [])
+        if problem := _message_problem(before):
+            raise ValueError(f"{self.section.prompt_column}: {problem}")
+        if isinstance(chosen, str):
+            return before, [{"role": "assistant", "content": chosen}], [{"role": "assistant", "content": rejected}]
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+            shared += 1
+        return [*before, *chosen[:shared]], chosen[shared:], rejected[shared:]
+
+    def _document(self, before: list[Any], answer: list[Any]) -> list[Segment]:
+        if not self.tokenizer.has_template:
+            if any(len(messages) > 1 for messages in (before, answer)):
+                raise ValueError("conversations need a tokenizer with a chat template; use one that has, or `bytes`")
+            return [(f"{before[0]['content']}\n", False), (str(answer[0]["content"]), True)]
+        text = self.tokenizer.render([*before, *answer], None, prompt=False)
+        for prompt in (True, False):
+            start = self.tokenizer.render(before, None, prompt=prompt)
+            if text.startswith(start):
+                return [(start, False), (text[len(start) :], True)]
+        raise ValueError("the chat template does not render a beginning of a conversation as a beginning of its text")
+
+
 def make_format(section: Data, tokenizer: Tokenizer, names: tuple[str, ...] = ()) -> Format:
     """The reader of the recipe's format."""
     if section.format == "text":
         return Text(tokenizer, section.text_column)
     if section.format in ("instruction", "chat"):
         return Answers(tokenizer, section)
+    if section.format == "preference":
+        return Preferences(tokenizer, section)
     if section.format == "classification":
         return Classes(tokenizer, section, names)
     if section.format == "seq2seq":
@@ -226,10 +300,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-Segment = tuple[str, bool]
-"""(text, whether the loss counts it)."""
 
 
 def conversation(

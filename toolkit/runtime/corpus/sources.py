@@ -201,6 +201,14 @@ def _chat(number: int) -> dict[str, Any]:
     return {"messages": messages}
 
 
+def _preference(number: int) -> dict[str, Any]:
+    """The right sound against that of another animal."""
+    row = _pair(number)
+    wrong = SOUNDS[(number + 1 + number // len(ANIMALS) % (len(SOUNDS) - 1)) % len(SOUNDS)]
+    rejected = f"{wrong} " * (1 + number % 3)
+    return {"prompt": row["prompt"], "chosen": row["response"], "rejected": rejected}
+
+
 def _class(number: int) -> dict[str, Any]:
     return {"text": _text(number)["text"], "label": number % len(ANIMALS)}
 
@@ -223,5 +231,6 @@ _ROWS = {
     "instruction": _pair,
     "seq2seq": _pair,
     "chat": _chat,
+    "preference": _preference,
     "classification": _class,
 }

@@ -42,10 +42,16 @@ class TokenCache:
 
     def key(self, section: Data, source: str, tokenizer: Tokenizer) -> str:
         """Name of the directory with the documents of a source. It exists completely or not at all."""
-        columns = (
-            section.text_column, section.messages_column, section.prompt_column, section.response_column,
-            section.context_column, section.label_column,
-        )  # fmt: skip
+        columns: tuple[str | None, ...] = (
+            section.text_column,
+            section.messages_column,
+            section.prompt_column,
+            section.response_column,
+            section.context_column,
+            section.label_column,
+        )
+        if section.format == "preference":
+            columns = (section.prompt_column, section.chosen_column, section.rejected_column)  # fmt: skip
         settings = [VERSION, section.format, columns, tokenizer.identity, sources.content_key(section, source)]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
@@ -83,7 +89,8 @@ class TokenCache:
             names = class_names(rows, section) if section.format == "classification" else ()
             reader = make_format(section, tokenizer, names)
             sources.need_columns(rows, reader.columns, source)
-            extra = ["tools"] if section.format == "chat" and "tools" in rows.column_names else []
+            optional = {"chat": "tools", "preference": section.prompt_column}.get(section.format)
+            extra = [optional] if optional in rows.column_names else []
             chosen = rows.select_columns([*reader.columns, *extra])
             encoded = chosen.map(
                 _Encode(reader),

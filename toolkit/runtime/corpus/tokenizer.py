@@ -133,13 +133,17 @@ class HuggingFace:
         return self._encode(texts, add_special_tokens=True)
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[np.ndarray]:
-        found = self.tokenizer(
-            list(texts),
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        try:
+            found = self.tokenizer(
+                list(texts),
+                add_special_tokens=add_special_tokens,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        except Exception as error:  # a bare one in tokenizers (0.23.3): the unknown token may be missing
+            what = f"{self.tokenizer.name_or_path} can't encode a text: {first_line(error)}"
+            raise BadInput("data.tokenizer", f"{what}; give another tokenizer, or mend its tokenizer.json") from None
         return [np.asarray(ids, dtype=TOKEN) for ids in found["input_ids"]]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:

@@ -21,6 +21,7 @@ from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset, check_labels, mixed, split
 from toolkit.runtime.data.images import read_images
 from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut
+from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.data.prefetch import AHEAD
 from toolkit.runtime.data.samples import Labelled, Padded, Samples, Stream, Synthetic
 from toolkit.runtime.data.streaming import Streamed, windows
@@ -102,7 +103,8 @@ class _Loader:
     def load(self) -> Dataset:
         self._check_tokenizer()
         found = {source: self._documents(source) for source in source_weights(self.section.path)}
-        splits = [(documents, *split(len(documents), self.section.eval_fraction)) for documents in found.values()]
+        fraction = self.section.eval_fraction
+        splits = [(documents, *split(self._num_samples(documents), fraction)) for documents in found.values()]
         trains = [self._samples(documents, numbers) for documents, numbers, _ in splits]
         self._check_enough(found, trains)
         return Dataset(
@@ -164,7 +166,7 @@ class _Loader:
     def _held_out(self, splits: Sequence[tuple[Documents, np.ndarray, np.ndarray]]) -> Samples | None:
         if self.section.eval_path is not None:
             documents = self._documents(self.section.eval_path)
-            samples = self._samples(documents, np.arange(len(documents)))
+            samples = self._samples(documents, np.arange(self._num_samples(documents)), self.section.eval_path)
             if not len(samples):
                 raise BadInput("data.eval_path", f"{self.section.eval_path}: no sample in {len(documents)} documents")
             return samples
@@ -176,8 +178,14 @@ class _Loader:
             raise BadInput("data.eval_fraction", "the held-out documents make no sample; increase it")
         return mixed(found, [1.0] * len(found))
 
-    def _samples(self, documents: Documents, numbers: np.ndarray) -> Samples:
+    def _num_samples(self, documents: Documents) -> int:
+        """Documents, or pairs of them."""
+        return len(documents) // 2 if self.section.format == "preference" else len(documents)
+
+    def _samples(self, documents: Documents, numbers: np.ndarray, source: str | None = None) -> Samples:
         section, pad = self.section, self.tokenizer.pad
+        if section.format == "preference":
+            return PairRows.pack(documents, numbers, section.seq_len, pad, source or str(section.path))
         if section.format not in PACKED_FORMATS:
             start = self.spec.need_start() if section.format == "seq2seq" else 0
             return Labelled(documents.take(numbers), section.seq_len, pad, start)

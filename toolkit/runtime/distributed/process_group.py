@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from toolkit.launching.environment import cores_near, device_ordinal, use_device
+from toolkit.launching.private_network import Network
 from toolkit.runtime.distributed.rendezvous import Meeting
 
 TIMEOUT = datetime.timedelta(minutes=30)
@@ -53,12 +54,15 @@ def current_world() -> World:
     return World(rank=rank, size=size, local_rank=rank, local_size=size)
 
 
-def join(world: World, meeting: Meeting, say: Callable[[str], object] = print) -> None:
+def join(world: World, meeting: Meeting, say: Callable[[str], object] = print, network: Network | None = None) -> None:
     """Join the process group, with one thread pool and one device per process.
 
-    `say` gets the warning if the rendezvous store has to listen on more addresses than the meeting's.
+    `say` gets the warning if the rendezvous store has to listen on more addresses than the meeting's. gloo's sockets,
+    of this group and of later ones, are in `network` if there is one.
     """
     _prepare(world)
+    if network is not None:
+        confine_gloo(network)
     accelerator = get_accelerator()
     # Made here, because DeepSpeed's own store would listen on every address of the host. The group keeps the store.
     store = meeting.open(world.rank, world.size, TIMEOUT, several_hosts=world.size > world.local_size, say=say)
@@ -75,6 +79,18 @@ def join(world: World, meeting: Meeting, say: Callable[[str], object] = print) -
         **options,
     )
     _start_deepspeed()
+
+
+def confine_gloo(network: Network) -> None:
+    """Make every gloo group of this process inside the network, where gloo's own threads then stay."""
+    kind: Any = torch.distributed.ProcessGroupGloo
+    make = kind.__init__
+
+    def make_inside(group: Any, *args: Any, **kwargs: Any) -> None:
+        network.call(make, group, *args, **kwargs)
+
+    # In place, because torch.distributed asks whether a group is of this class.
+    kind.__init__ = make_inside
 
 
 def adopt(world: World) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -12,7 +12,9 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.metrics.step_clock import Clock
+from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.preference_loss import FIGURES, PreferenceLoss
 
 Number = torch.Tensor | float | None
 """A number that the device may still have to compute."""
@@ -25,8 +27,17 @@ class StepNumbers:
     it: read one step late, the device never runs out of work.
     """
 
-    def __init__(self, *, loss: torch.Tensor, grad_norm: Number, micro_square: Number = None) -> None:
-        given = {"loss": loss, "grad_norm": grad_norm, "micro_square": micro_square}
+    def __init__(
+        self,
+        *,
+        loss: torch.Tensor,
+        grad_norm: Number,
+        micro_square: Number = None,
+        figures: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.figures = tuple(figures or ())
+        """Names of further numbers, which the objective reports."""
+        given = {"loss": loss, "grad_norm": grad_norm, "micro_square": micro_square, **(figures or {})}
         computed = {name: n for name, n in given.items() if isinstance(n, torch.Tensor) and n.device == loss.device}
         self._known = {name: n if n is None else float(n) for name, n in given.items() if name not in computed}
         self._names = list(computed)
@@ -81,6 +92,11 @@ class StepResult:
         """Mean squared norm of a micro-batch's gradient, if measured."""
         return self.numbers["micro_square"]
 
+    @property
+    def figures(self) -> dict[str, float] | None:
+        """What the objective reports besides its loss, by name."""
+        return {name: self._number(name) for name in self.numbers.figures} or None
+
     def _number(self, name: str) -> float:
         number = self.numbers[name]
         assert number is not None
@@ -102,12 +118,27 @@ class EvaluationSums:
         return EvaluationSums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
 
 
+def figures_of(
+    loss: Loss, weighed: int, total: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Figures of a step, averaged over the global batch. Collective, by `total`, if the objective has any."""
+    if not isinstance(loss, PreferenceLoss):
+        return {}
+    own = loss.take_figures()
+    sums = torch.zeros(len(FIGURES), device=like.device) if own is None else own.float()
+    return dict(zip(FIGURES, total(sums) / max(weighed, 1), strict=True))
+
+
 class Engine(Protocol):
     """An engine that the training loop drives."""
 
     @property
     def replica(self) -> int:
         """Index of the data-parallel replica that this rank is part of."""
+
+    @property
+    def loss(self) -> Loss:
+        """What it minimises, summed over a micro-batch."""
 
     @property
     def state(self) -> Stateful:

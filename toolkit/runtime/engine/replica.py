@@ -19,12 +19,12 @@ from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
-from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
-from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.models.zero3_start import full_shape
 
@@ -90,6 +90,10 @@ class ReplicaEngine:
         return self._mesh.data
 
     @property
+    def loss(self) -> Loss:
+        return self._loss
+
+    @property
     def state(self) -> DeepSpeedState:
         named = dict(self.module.named_parameters())
         return DeepSpeedState(
@@ -110,7 +114,7 @@ class ReplicaEngine:
         return self._engine.module  # type: ignore[no-any-return]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        counted = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
+        counted, weighed = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
         self._accumulate(len(batch))
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
@@ -119,11 +123,11 @@ class ReplicaEngine:
         for micro in batch:
             with part(self._clock, "forward"):
                 own = self._slice_batch(micro.located().to(device()))
-                self._loss.expect(own.labels)
+                self._loss.expect(own)
                 loss = self._loss(forward(self._engine, own).logits, own.labels)
                 total += loss.detach()
             with part(self._clock, "backward"):
-                self._engine.backward(self._scaling.prepared(loss * self._weight(len(batch), counted.total)))
+                self._engine.backward(self._scaling.prepared(loss * self._weight(len(batch), weighed.total)))
             self._check_once()
             with part(self._clock, "optimizer"):
                 self._engine.step()
@@ -131,9 +135,10 @@ class ReplicaEngine:
         scale, skipped = self._scaling.last()
         return StepResult(
             numbers=StepNumbers(
-                loss=self._mesh.sum_over_tokens(total) / max(counted.total, 1),
+                loss=self._mesh.sum_over_tokens(total) / max(weighed.total, 1),
                 grad_norm=self._scaling.unscaled(self._norm.last()),
                 micro_square=self._noise.take(len(batch)) if self._noise else None,
+                figures=figures_of(self._loss, weighed.total, self._mesh.sum_over_tokens, total),
             ),
             tokens=counted.total,
             lr=lr,
@@ -155,19 +160,20 @@ class ReplicaEngine:
         time_gradient_sync(self._engine, clock)
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
-        sums = torch.zeros(3, dtype=torch.float64, device=device())
+        sums = torch.zeros(2, dtype=torch.float64, device=device())
+        _, weighed = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
         self._engine.eval()
         with torch.no_grad():
             for micro in batch:
                 own = self._slice_batch(micro.located().to(device()))
-                self._loss.expect(own.labels)
+                self._loss.expect(own)
                 logits = forward(self._engine, own).logits
                 loss = self._loss(logits, own.labels)
                 correct = self._loss.num_correct(logits, own.labels)
-                sums += torch.stack([value.double() for value in (loss, (own.labels != IGNORE).sum(), correct)])
+                sums += torch.stack([value.double() for value in (loss, correct)])
         self._engine.train()
-        total, counted, correct = self._mesh.sum_over_tokens(sums).tolist()
-        return EvaluationSums(total, int(counted), int(correct))
+        total, correct = self._mesh.sum_over_tokens(sums).tolist()
+        return EvaluationSums(total, weighed.total, int(correct))
 
     def _accumulate(self, micro_batches: int) -> None:
         """Set the number of micro-batches per step, which grows under a batch ramp.
@@ -199,6 +205,12 @@ def time_gradient_sync(engine: Any, clock: Clock) -> None:
     engine.allreduce_gradients = timed
 
 
-def count_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> HostSum:
-    """Start to count the tokens of the global batch that the loss counts, from the host's batch. Collective."""
-    return HostSum(sum(micro.counted for micro in batch), mesh.token_host_group, mesh.token_ranks)
+def count_tokens(batch: Sequence[MicroBatch], mesh: Mesh) -> tuple[HostSum, HostSum]:
+    """Start to count, from the host's batch: (tokens of the global batch that count, what the loss is averaged over).
+
+    Collective.
+    """
+    tokens = HostSum(sum(micro.counted for micro in batch), mesh.token_host_group, mesh.token_ranks)
+    if all(micro.pairs is None for micro in batch):
+        return tokens, tokens
+    return tokens, HostSum(sum(micro.weighed for micro in batch), mesh.token_host_group, mesh.token_ranks)

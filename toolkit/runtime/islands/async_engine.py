@@ -33,6 +33,7 @@ from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 from toolkit.runtime.islands.flat_masters import FlatMasters
 from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 POLL_SECONDS = 0.1
@@ -77,6 +78,10 @@ class AsyncIslandEngine:
     @property
     def replica(self) -> int:
         return self._mesh.data
+
+    @property
+    def loss(self) -> Loss:
+        return self._inner.loss
 
     @property
     def state(self) -> Stateful:

@@ -25,6 +25,7 @@ from toolkit.runtime.islands.checkpoint_state import IslandState
 from toolkit.runtime.islands.flat_masters import FlatMasters
 from toolkit.runtime.islands.quantize import QuantizedMean
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 
@@ -41,6 +42,10 @@ class IslandEngine:
     @property
     def replica(self) -> int:
         return self._mesh.island * self._mesh.plan.dp + self._mesh.data
+
+    @property
+    def loss(self) -> Loss:
+        return self._inner.loss
 
     @property
     def state(self) -> Stateful:

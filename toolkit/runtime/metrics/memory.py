@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +75,15 @@ class MemoryMeter:
                 self.peak_bytes = int(accelerator.max_memory_allocated())
                 self.reserved_bytes = int(accelerator.max_memory_reserved())
             elif sampled:
-                before = live_tensor_bytes()
-                with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+                storages = _live_storages()
+                before = sum(storage.nbytes() for storage in storages)
+                with (
+                    _Frees(storages) as frees,
+                    profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch,
+                ):
+                    del storages
                     yield
-                self.peak_bytes = before + _largest_growth(watch)
+                self.peak_bytes = before + _largest_growth(watch, frees.events)
             else:
                 yield
                 self.peak_bytes = self.peak_bytes or live_tensor_bytes()
@@ -105,7 +112,11 @@ def _held_bytes() -> int:
 
 def live_tensor_bytes() -> int:
     """Bytes of the storages of all live tensors; each storage is counted once."""
-    storages: dict[int, int] = {}
+    return sum(storage.nbytes() for storage in _live_storages())
+
+
+def _live_storages() -> list[torch.UntypedStorage]:
+    storages: dict[int, torch.UntypedStorage] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reading the class of some objects warns of deprecations
         for item in gc.get_objects():
@@ -113,28 +124,47 @@ def live_tensor_bytes() -> int:
                 _add(storages, item)
                 if item.is_leaf and item.grad is not None:
                     _add(storages, item.grad)
-    return sum(storages.values())
+    return list(storages.values())
 
 
-def _add(storages: dict[int, int], tensor: torch.Tensor) -> None:
+def _add(storages: dict[int, torch.UntypedStorage], tensor: torch.Tensor) -> None:
     if tensor.is_meta:  # has a size, but no bytes
         return
     with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse tensors have no storage
         storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
+        storages[storage.data_ptr()] = storage
 
 
-def _largest_growth(watch: profile) -> int:
-    """Largest sum of allocations minus frees in a profile.
+class _Frees:
+    """When storages that exist already are freed: torch 2.13's profiler reports frees of what it saw allocated only."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self.events: list[tuple[int, int]] = []
+        """Moments in nanoseconds, on the profiler's clock, and bytes as negative numbers."""
+        self._finalizers = [weakref.finalize(storage, self._note, storage.nbytes()) for storage in storages]
+
+    def _note(self, size: int) -> None:
+        self.events.append((time.time_ns(), -size))
+
+    def __enter__(self) -> _Frees:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for finalizer in self._finalizers:
+            finalizer.detach()
+
+
+def _largest_growth(watch: profile, frees: Sequence[tuple[int, int]] = ()) -> int:
+    """Largest sum of allocations minus frees in a profile; `frees`: those of what was allocated before it.
 
     torch 2.13 has no peak counter for the CPU; its profiler's `[memory]` events, a private attribute, are the source.
     """
     results: Any = watch.profiler.kineto_results  # type: ignore[union-attr]
+    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
     total, peak = 0, 0
-    for event in results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
+    for _, size in sorted([*events, *frees], key=lambda event: event[0]):
+        total += size
+        peak = max(peak, total)
     return peak
 
 

@@ -48,6 +48,9 @@ class Record:
     compiled_graphs: int | None = None
     """Graphs that torch.compile has made on this rank so far, where `model.compile` asks for it; if it grows after the
     first steps, shapes change and layers are compiled again."""
+    preference: dict[str, float] | None = None
+    """Under a preference objective, means over the pairs of this step: rewards, their margin, how often the chosen
+    answer has the larger one, and log-probabilities."""
     skipped: int = 0
     """1: no update was made, because gradients overflowed in fp16."""
     loss_scale: float | None = None

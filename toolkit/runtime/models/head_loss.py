@@ -19,7 +19,7 @@ from toolkit.errors import first_line
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
-from toolkit.runtime.models.micro_batch import IGNORE
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.tiny_models import trial_config
 from toolkit.runtime.models.trials import tried
 
@@ -76,9 +76,12 @@ class HeadLoss:
         """First token id of this rank's slice of the vocabulary."""
         self._labels: torch.Tensor | None = None
 
-    def expect(self, labels: torch.Tensor) -> None:
-        """Labels of the next forward pass."""
-        self._labels = labels
+    def expect(self, micro: MicroBatch) -> None:
+        """The micro-batch of the next forward pass."""
+        self._labels = micro.labels
+
+    def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits[..., 0]
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return logits[..., 0].sum()
@@ -320,7 +323,7 @@ def _difference(plain: Any, fused: Any, loss: HeadLoss) -> str:
     labels[0, :3] = IGNORE
     logits = plain(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
     expected = cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    loss.expect(labels)
+    loss.expect(MicroBatch(ids, labels))
     found = fused(input_ids=ids, use_cache=False).logits[..., 0].sum()
     torch.autograd.backward([expected, found])
     pairs = [

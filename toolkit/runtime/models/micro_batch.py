@@ -14,6 +14,10 @@ IGNORE = -100
 """Label of a position that the loss does not count."""
 
 
+FOR_THE_LOSS = ("labels", "pairs", "reference")
+"""Tensors that the model does not get."""
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Inputs and labels of one forward pass.
@@ -32,6 +36,10 @@ class MicroBatch:
     """Images, instead of `input_ids`."""
     documents: Documents | None = None
     """Bounds for attention; see `located`."""
+    pairs: torch.Tensor | None = None
+    """Preference data: pairs of documents in each row; the chosen document of a pair comes first."""
+    reference: torch.Tensor | None = None
+    """Log-probability of each document under the reference, in the order of the documents."""
 
     def located(self) -> MicroBatch:
         """This micro-batch with its document bounds, which are read from tensors: call it while they are on the host.
@@ -58,7 +66,7 @@ class MicroBatch:
 
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward pass."""
-        given: dict[str, Any] = {name: tensor for name, tensor in self.tensors().items() if name != "labels"}
+        given: dict[str, Any] = {name: tensor for name, tensor in self.tensors().items() if name not in FOR_THE_LOSS}
         return given | ({"use_cache": False} if self.labels.dim() == 2 else {})
 
     @property
@@ -72,3 +80,10 @@ class MicroBatch:
     def counted(self) -> int:
         """Number of tokens, or of samples with a class, that the loss counts."""
         return int((self.labels != IGNORE).sum())
+
+    @property
+    def weighed(self) -> int:
+        """What the loss is averaged over: pairs, or else what it counts. Rows without any label are padding."""
+        if self.pairs is None:
+            return self.counted
+        return int(self.pairs[(self.labels != IGNORE).any(1)].sum())

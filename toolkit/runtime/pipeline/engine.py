@@ -20,10 +20,11 @@ from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_s
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter
 from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
-from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
 from toolkit.runtime.engine.replica import count_tokens
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
+from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.pipeline.stage import Stage
@@ -69,6 +70,10 @@ class PipelineEngine:
         return self._mesh.data
 
     @property
+    def loss(self) -> Loss:
+        return self._stage.loss
+
+    @property
     def state(self) -> DeepSpeedState:
         named = self._stage.parameters_by_name
         return DeepSpeedState(
@@ -95,10 +100,10 @@ class PipelineEngine:
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
-        tokens = count_tokens(batch, self._mesh).total
+        tokens, weighed = (one.total for one in count_tokens(batch, self._mesh))
         self._follow_shape(batch[0])
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
-        self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(tokens, 1))
+        self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(weighed, 1))
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
         loss = self._engine.train_batch()
@@ -107,7 +112,11 @@ class PipelineEngine:
             self._after_backward = None
         scale, skipped = self._scaling.last()
         return StepResult(
-            numbers=StepNumbers(loss=loss.squeeze() / self._scale, grad_norm=self._scaling.unscaled(self._norm.last())),
+            numbers=StepNumbers(
+                loss=loss.squeeze() / self._scale,
+                grad_norm=self._scaling.unscaled(self._norm.last()),
+                figures=figures_of(self._stage.loss, weighed, self._over_replicas, loss),
+            ),
             tokens=tokens,
             lr=lr,
             skipped=skipped,
@@ -122,14 +131,17 @@ class PipelineEngine:
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
-        counted = count_tokens(batch, self._mesh).total
+        weighed = count_tokens(batch, self._mesh)[1].total
         self._follow_shape(batch[0])
         self._stage.feed(batch, 1.0)
         mean = self._engine.eval_batch(iter(()), num_micro_batches=len(batch))  # over all micro-batches
         self._engine.module.train()
-        # All tensor ranks of the last stage have the same count; other stages have 0.
-        correct = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._stage.correct)) // self._mesh.plan.tp
-        return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, counted, int(correct))
+        correct = self._over_replicas(self._stage.correct)
+        return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, weighed, int(correct))
+
+    def _over_replicas(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of the last stages' values, on every rank: their tensor ranks have the same, other stages have 0."""
+        return self._mesh.sum_over_shards(self._mesh.sum_over_tokens(values)) / self._mesh.plan.tp
 
     def _follow_shape(self, micro: MicroBatch) -> None:
         """Reset the receive buffers if the shape of the batch has changed.

@@ -38,7 +38,7 @@ class Stage(torch.nn.Module):
         self, model: PreTrainedModel, split: StageSplit, index: int, dtype: torch.dtype, loss: Loss | None = None
     ) -> None:
         super().__init__()
-        self._loss = loss or summed_loss
+        self.loss = loss or summed_loss
         self.model = model
         self.split = split
         self.index = index
@@ -72,7 +72,7 @@ class Stage(torch.nn.Module):
         if self.index > 0:
             self._received = anchored(received if isinstance(received, tuple) else (received,))
         inputs = self._received
-        self._loss.expect(micro.labels)
+        self.loss.expect(micro)
         try:
             output = forward(self.model, micro)
         except Cut as cut:
@@ -82,8 +82,8 @@ class Stage(torch.nn.Module):
         finally:
             self._received = ()
         if not self.training:
-            self.correct += self._loss.num_correct(output.logits, micro.labels)
-        loss = self._loss(output.logits, micro.labels) * self._weight
+            self.correct += self.loss.num_correct(output.logits, micro.labels)
+        loss = self.loss(output.logits, micro.labels) * self._weight
         self.nonfinite.forward(inputs, (loss,))
         return self.prepared(loss)
 

@@ -165,6 +165,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return out
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, kwargs)
+        held = self._held_inside(func, args)
         call = Call(func, args, kwargs)
         known = self._results.find(call)
         if known is not None:
@@ -179,26 +180,27 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for one in out:
                 if isinstance(one, torch.Tensor):
                     self.count(one)
+        del held
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, call: Call) -> Any:
         """Run an operator whose result is not known, and remember it."""
-        copies = self._gloo_copies(func, args)
         out = func(*args, **kwargs)
-        del copies
         counted = flop_registry.get(func._overloadpacket)
         flops = int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0
         self.add_flops(flops)
         self._results.learn(call, out, flops)
         return out
 
-    def _gloo_copies(self, func: Any, args: Any) -> list[torch.Tensor]:
-        """What the collective holds while it runs: gloo (torch 2.13) sums a reduce-scatter in a copy of its input."""
-        if self.device != "cpu" or func is not torch.ops.c10d._reduce_scatter_base_.default:
+    def _held_inside(self, func: Any, args: Any) -> list[torch.Tensor]:
+        """What an operator holds while it runs on a CPU; on accelerators this is an estimate (docs/rehearsal.md)."""
+        inside = INSIDE.get(func) if self.device == "cpu" else None
+        if inside is None:
             return []
-        self._operator, copy = func, args[1].clone()
-        self.count(copy)
-        return [copy]
+        self._operator, held = func, inside(args)
+        for tensor in held:
+            self.count(tensor)
+        return held
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count a tensor's bytes until it is freed, if its storage is a new one."""
@@ -339,6 +341,28 @@ def _copy(ledger: Ledger, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
+def _reduce_scatter_copies(args: Any) -> list[torch.Tensor]:
+    """gloo (torch 2.13) sums a reduce-scatter in a copy of its input."""
+    return [args[1].clone()]
+
+
+def _attention_workspace(args: Any) -> list[torch.Tensor]:
+    """torch 2.13's flash kernel for CPUs: scores of a block and their gradients per thread; rows of the gradient."""
+    gradient, query, key = args[:3]
+    tokens = query.shape[2]
+    block = (256 if tokens >= 768 else 64 if tokens >= 192 else 32) * min(512, key.shape[2])
+    scores = [query.new_empty(2 * torch.get_num_threads() * block, dtype=torch.float32)]
+    if query.dtype != torch.float32:
+        scores.append(torch.empty_like(scores[0], dtype=query.dtype))
+    rows = gradient.transpose(1, 2)
+    return scores if rows.is_contiguous() else [*scores, rows.contiguous()]
+
+
+INSIDE = {
+    torch.ops.c10d._reduce_scatter_base_.default: _reduce_scatter_copies,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_workspace,
+}
+"""Operators that allocate more than their results on a CPU."""
 ANSWERS = {
     aten._local_scalar_dense.default: _scalar,
     aten.equal.default: _equal,

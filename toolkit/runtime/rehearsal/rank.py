@@ -6,6 +6,7 @@ import logging
 import resource
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
 def _engine(spec: RehearsalSpec, world: World) -> Any:
     parts = EngineSpec(
         model=spec.model,
-        train=spec.train,
+        train=replace(spec.train, objective=None, preference=None),  # sums per document, on top of each token's loss
         plan=spec.plan,
         deepspeed=dict(spec.deepspeed),
         schedule=make_schedule(spec.train, spec.total_steps),

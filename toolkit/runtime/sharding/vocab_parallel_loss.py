@@ -11,7 +11,7 @@ from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.loss import count_matches
-from toolkit.runtime.models.micro_batch import IGNORE
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import shares
 from toolkit.runtime.models.tiny_models import tiny_config
 from toolkit.runtime.sharding.collectives import TensorGroup
@@ -29,13 +29,17 @@ class VocabularyLoss:
         self.start = sum(sizes[: group.index])
         """First token id of this rank's columns."""
 
-    def expect(self, labels: torch.Tensor) -> None:
+    def expect(self, micro: MicroBatch) -> None:
         """Not needed: the loss gets logits and labels together."""
 
-    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         columns = logits.flatten(0, 1)
         wide = columns if columns.dtype == torch.float64 else columns.float()
-        return _SlicedLoss.apply(wide, labels.flatten(), self.start, self._group)  # type: ignore[no-untyped-call, no-any-return]
+        losses = _SlicedLoss.apply(wide, labels.flatten(), self.start, self._group)  # type: ignore[no-untyped-call]
+        return losses.view(labels.shape)  # type: ignore[no-any-return]
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.per_token(logits, labels).sum()
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return count_matches(self.likeliest(logits), labels)
@@ -59,7 +63,7 @@ class _SlicedLoss(torch.autograd.Function):
         counted = labels != IGNORE
         ctx.save_for_backward(weights.div_(total[:, None]), places, own, counted)
         lost: torch.Tensor = (total.log() + top - target) * counted
-        return lost.sum()
+        return lost
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:

@@ -32,6 +32,8 @@ GRACE_SECONDS = 1.5
 STARTUP_SECONDS = 3600.0
 """No progress for this long before the end of the first step (loading, rendezvous, filling caches) is a hang."""
 POLL_SECONDS = 0.05
+NOTICE_SECONDS = 2 * heartbeat.BEAT_SECONDS
+"""Time after a stop request in which a heartbeat may still report the first step, which is then saved."""
 DUMP_SECONDS = 2.0
 """Maximum time for stack dumps to reach the logs."""
 
@@ -83,8 +85,9 @@ def run_all(
         try:
             for command in prepared:
                 own.processes.append(start(command))
-            if not _wait(own, run, hang_timeout_seconds, stop):
-                return 0
+            code = _wait(own, run, hang_timeout_seconds, stop)
+            if code is not None:
+                return code
             _await(own.processes, GRACE_SECONDS)  # an error often hits all ranks: let each report it
             codes = {c.rank: p.poll() for c, p in zip(commands, own.processes, strict=True) if c.rank is not None}
             beats = heartbeat.read_all(run.heartbeats)
@@ -138,27 +141,30 @@ def _code_when_stopped(beats: dict[int, Beat]) -> int | None:
     return None if heartbeat.has_stepped(beats) or codes & reported else Preempted.exit_code
 
 
-def _wait(own: OwnWorkers, run: RunDir, timeout: float, stop: StopRequest) -> bool:
-    """Wait until all have succeeded (False), or one has failed or the run is to end (True); a hang raises."""
-    watch, looked, told = Watch(timeout), 0.0, False
+def _wait(own: OwnWorkers, run: RunDir, timeout: float, stop: StopRequest) -> int | None:
+    """Wait until the run has ended, and return its exit code; None if a process has failed. A hang raises."""
+    watch, looked, asked_at = Watch(timeout), 0.0, 0.0
+    told: set[int] = set()
     while True:
         codes = [process.poll() for process in own.processes]
         if any(codes):
-            return True
+            return None
         if all(code == 0 for code in codes):
-            return False
+            return 0
         if time.monotonic() - looked > heartbeat.BEAT_SECONDS / 2:
             looked = time.monotonic()
             beats = heartbeat.read_all(run.heartbeats)
-            own.pids()  # remembers workers while their launcher lives
+            pids = own.pids()  # remembers workers while their launcher lives
             if seconds := watch.look(beats, looked):
                 raise RankFailed(_hang(own, beats, run, seconds))
-            if stop.signal and not told:
-                told = True
-                if not heartbeat.has_stepped(beats):
+            if stop.signal:
+                asked_at = asked_at or looked
+                for pid in {*pids} - told:  # so that they save; a launcher would kill them instead
+                    _send(pid, stop.signal)
+                told |= {*pids}
+                if looked - asked_at > NOTICE_SECONDS and not heartbeat.has_stepped(beats):
                     print("asked to stop before the first step: there was nothing to save", file=sys.stderr, flush=True)
-                    return True
-                _forward(own, stop.signal)
+                    return Preempted.exit_code
         time.sleep(POLL_SECONDS)
 
 
@@ -209,12 +215,6 @@ def _hang(own: OwnWorkers, beats: dict[int, Beat], run: RunDir, seconds: float) 
 def _stack(run: RunDir, rank: int, offset: int) -> str:
     """The main thread's stack that a rank has dumped into its log."""
     return main_stack(log_since(run.log(rank), offset))
-
-
-def _forward(own: OwnWorkers, number: signal.Signals) -> None:
-    """Forward a signal to the workers, so that they save; a launcher would kill them instead."""
-    for pid in own.pids() or [process.pid for process in own.processes]:
-        _send(pid, number)
 
 
 def end_all(own: OwnWorkers) -> None:

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import ToolkitError
-from toolkit.launching.environment import RENDEZVOUS, free_port, set_safe_path, use_loopback
-from toolkit.launching.launchers import WORKER, Command, private_directory
+from toolkit.launching import private_network
+from toolkit.launching.environment import free_port, set_safe_path, use_loopback
+from toolkit.launching.launchers import WORKER, Command, private_directory, private_meeting
 
 POLL_SECONDS = 0.01
 GRACE_SECONDS = 5.0
@@ -131,10 +131,11 @@ class Failure:
 def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_seconds: float = 120.0) -> list[Any]:
     """Call `function(*args)` on each rank of a new process group; return results by rank, or `Failure`."""
     context = warm_context()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        port = free_port()
+    with private_meeting() as (directory, variables):
+        world = {**variables, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         processes = [
-            context.Process(target=_enter, args=(directory, rank, nproc, port, function, args)) for rank in range(nproc)
+            context.Process(target=_enter, args=(directory, rank, world, function, args)) for rank in range(nproc)
         ]
         for process in processes:
             process.start()
@@ -147,7 +148,7 @@ def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_
             if process.is_alive():
                 process.kill()
             process.join()
-        return [_result(Path(directory) / str(rank), rank, timeout_seconds) for rank in range(nproc)]
+        return [_result(directory / str(rank), rank, timeout_seconds) for rank in range(nproc)]
 
 
 def first_failure(results: list[Any]) -> Failure | None:
@@ -163,18 +164,11 @@ def _result(path: Path, rank: int, timeout_seconds: float) -> Any:
 
 
 def _enter(
-    directory: str, rank: int, size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]
+    directory: Path, rank: int, world: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     """Entry of the forked process."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
-    os.environ[RENDEZVOUS] = str(Path(directory) / "store")
+    os.environ.update(world, RANK=str(rank), LOCAL_RANK=str(rank))
+    network = private_network.enter(os.environ)
     use_loopback()
     log = os.open(os.devnull, os.O_WRONLY)
     os.dup2(log, 1)
@@ -185,14 +179,15 @@ def _enter(
         from toolkit.runtime.distributed import process_group
         from toolkit.runtime.distributed.rendezvous import Meeting
 
-        process_group.join(process_group.World.from_env(os.environ), Meeting.from_env(os.environ))
+        own = process_group.World.from_env(os.environ)
+        process_group.join(own, Meeting.from_env(os.environ), network=network)
         torch.set_num_threads(1)  # models here are tiny: more threads would only wait for each other
         answer = function(*args)
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0]}"
         answer = Failure(rank, reason, traceback.format_exc(), isinstance(error, ToolkitError))
-    path = Path(directory) / str(rank)
+    path = directory / str(rank)
     path.with_suffix(".part").write_bytes(pickle.dumps(answer))
     path.with_suffix(".part").rename(path)
     os._exit(1 if isinstance(answer, Failure) else 0)  # at once: a normal exit would wait for peers that may hang

@@ -1,0 +1,92 @@
+"""The reference of preference data: computed once, resumed where it stopped, never trusted when damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.conftest import Trainer
+from toolkit.recipe.file import make_recipe
+from toolkit.runtime.data.load import load_data
+from toolkit.runtime.data.pairs import PairRows
+from toolkit.runtime.models.input_spec import input_spec_of
+from toolkit.runtime.reference import TENSOR, ReferenceFile
+
+TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 192}  # fmt: skip
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> list[str]:
+    """Overrides: a second of preference tuning on synthetic pairs."""
+    data = f"data={{path: synthetic, format: preference, tokenizer: bytes, seq_len: 192, cache: {tmp_path}}}"
+    return [data, f"model.config={json.dumps(TINY)}", "train.objective=dpo"]
+
+
+def cached(cache: Path) -> np.ndarray:
+    (file,) = cache.glob("reference-*.safetensors")
+    return load_file(file)[TENSOR]
+
+
+@pytest.mark.slow
+def test_two_ranks_compute_what_one_does_and_the_first_loss_is_that_of_equals(
+    pairs: list[str], train: Trainer, tmp_path: Path
+) -> None:
+    alone = train(*pairs, nproc=1)
+    first = cached(tmp_path)
+    assert np.isfinite(first).all()
+    assert alone.records[0]["loss"] == pytest.approx(np.log(2), abs=1e-6), "before any update model and reference agree"
+    for file in tmp_path.glob("reference-*"):
+        file.unlink()
+    other = train(*pairs, "strategy.name=zero", "strategy.zero_stage=3", nproc=2)
+    np.testing.assert_allclose(cached(tmp_path), first, rtol=2e-6)
+    assert other.losses == pytest.approx(alone.losses, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_pass_resumes_where_it_stopped(pairs: list[str], train: Trainer, tmp_path: Path) -> None:
+    """Only what is missing is computed: a changed value that is known stays."""
+    train(*pairs, nproc=1)
+    (path,) = tmp_path.glob("reference-*.safetensors")
+    complete = cached(tmp_path)
+    partial = complete.copy()
+    partial[len(partial) // 2 :] = np.nan
+    partial[0] -= 1.0
+    ReferenceFile(path, print).write(partial)
+    train(*pairs, nproc=1)
+    found = cached(tmp_path)
+    assert found[0] == complete[0] - 1.0
+    np.testing.assert_array_equal(found[1:], complete[1:])
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "positive"])
+def test_a_damaged_file_is_computed_again(damage: str, tmp_path: Path) -> None:
+    path, said = tmp_path / "reference.safetensors", list[str]()
+    file = ReferenceFile(path, said.append)
+    file.write(np.array([-1.0, 2.0 if damage == "positive" else -2.0]))
+    data = bytearray(path.read_bytes())
+    if damage == "cut":
+        data = data[:-3]
+    elif damage == "flipped":
+        data[-1] ^= 1
+    path.write_bytes(data)
+    assert np.isnan(file.read(2)).all()
+    assert "computed again" in said[0]
+
+
+def test_rows_hold_complete_pairs_that_do_not_see_each_other(pairs: list[str], recipe_mapping: dict[str, Any]) -> None:
+    recipe = make_recipe(recipe_mapping, [*pairs, "data.seq_len=512"])
+    samples = load_data(recipe, input_spec_of(recipe.model)).train
+    assert isinstance(samples, PairRows)
+    batch = samples.batch(np.arange(len(samples))).located()
+    assert batch.pairs is not None
+    assert batch.documents is not None
+    assert int(batch.pairs.sum()) * 2 == len(batch.documents.lengths) == samples.num_documents
+    assert int(batch.pairs.max()) > 1, "rows are packed"
+    assert batch.weighed == int(batch.pairs.sum())
+    assert samples.positions_used / samples.positions > 0.75

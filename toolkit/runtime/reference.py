@@ -1,0 +1,187 @@
+"""Log-probabilities of preference data under the reference: one pass before training, under the run's own strategy.
+
+The reference is the model before training; fresh adapters change nothing, so with LoRA it is the model without them.
+The result is kept in the data cache, under a digest of model and documents, and an interrupted pass resumes there. So
+the reference needs no second model while training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from toolkit.errors import BadInput
+from toolkit.recipe.objective_sections import COMPARED
+from toolkit.recipe.sections import Model, Recipe
+from toolkit.runtime.data.dataset import Dataset
+from toolkit.runtime.data.pairs import PairRows
+from toolkit.runtime.data.prefetch import Share, global_batch
+from toolkit.runtime.data.sample_order import PAST_END, own_share
+from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
+from toolkit.runtime.engine.protocol import Engine
+from toolkit.runtime.models.build import load_config
+from toolkit.runtime.models.first_weights import checkpoint_files
+from toolkit.runtime.models.preference_loss import PreferenceLoss
+
+SAVE_SECONDS = 20.0
+"""Time between two writes of an unfinished pass."""
+TENSOR = "log_probabilities"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """Computes what is missing in the cache. Collective."""
+
+    engine: Engine
+    share: Share
+    world: World
+    global_batch: int
+    cache: Path
+    model: str
+    """Digest of the model."""
+    tick: Callable[[], object]
+    """Called after every batch: a long pass is not a hang."""
+    say: Callable[[str], object]
+    group: Any = field(default_factory=host_group)
+
+    def over(self, dataset: Dataset) -> Dataset:
+        """The data with the log-probabilities of all documents."""
+        train, held_out = dataset.train, dataset.held_out
+        assert isinstance(train, PairRows)
+        assert held_out is None or isinstance(held_out, PairRows)
+        return replace(dataset, train=self._known(train), held_out=held_out and self._known(held_out))
+
+    def _known(self, samples: PairRows) -> PairRows:
+        file = ReferenceFile(self.cache / f"reference-{self.model}-{_digest_of(samples)}.safetensors", self.say)
+        values = file.read(samples.num_documents)
+        # Hosts may have different parts of it; what any of them lacks is computed by all.
+        missing = all_max(torch.from_numpy(np.isnan(values).astype(np.uint8)), self.group).bool().numpy()
+        if missing.any():
+            self._compute(samples, values, missing, file)
+        return replace(samples, reference=values.astype(np.float32))
+
+    def _compute(self, samples: PairRows, values: np.ndarray, missing: np.ndarray, file: ReferenceFile) -> None:
+        loss = self.engine.loss
+        assert isinstance(loss, PreferenceLoss)
+        self.say(f"reference: {int(missing.sum()):,} of {len(missing):,} documents to compute")
+        saved = time.monotonic()
+        for start in range(0, len(samples), self.global_batch):
+            rows = np.arange(start, min(start + self.global_batch, len(samples)))
+            places = samples.places(rows)
+            if not missing[places].any():
+                continue
+            values[places] = self._batch(samples, rows, loss)[places - places[0]]
+            self.tick()
+            if self.world.local_rank == 0 and time.monotonic() - saved > SAVE_SECONDS:
+                file.write(values)
+                saved = time.monotonic()
+        if self.world.local_rank == 0:
+            file.write(values)
+
+    def _batch(self, samples: PairRows, rows: np.ndarray, loss: PreferenceLoss) -> np.ndarray:
+        """Log-probabilities of the documents of one global batch, on every rank."""
+        ids = np.full(self.global_batch, PAST_END)
+        ids[: len(rows)] = rows
+        own = own_share(ids, replica=self.share.replica, replicas=self.share.replicas)
+        loss.recorded = []
+        self.engine.evaluate(global_batch(samples, ids, self.share))
+        found, loss.recorded = loss.recorded, None
+        first, count = samples.places(rows)[0], len(samples.places(rows))
+        sums = torch.zeros(2, count, dtype=torch.float64)
+        if found:  # tensor ranks have the same values, earlier pipeline stages none: divided by how many have them
+            present = own[own != PAST_END]
+            logps, spots = torch.cat(found).double().cpu(), torch.from_numpy(samples.places(present) - first)
+            sums[0, spots], sums[1, spots] = logps[: len(spots)], 1.0  # rows past the end come last
+        values, ranks = all_sum(sums.to(device())).cpu()
+        result: np.ndarray = (values / ranks).numpy()
+        return result
+
+
+def with_reference(dataset: Dataset, recipe: Recipe, make: Callable[[Path, str], ReferencePass]) -> Dataset:
+    """The data with what its objective compares the model with, if it does."""
+    if recipe.train.objective not in COMPARED:
+        return dataset
+    return make(Path(recipe.data.cache).expanduser(), _model_digest(recipe.model, recipe.train.seed)).over(dataset)
+
+
+@dataclass(frozen=True)
+class ReferenceFile:
+    """Log-probabilities by document; NaN where they are not known yet. It is written completely or not at all."""
+
+    path: Path
+    say: Callable[[str], object]
+
+    def read(self, count: int) -> np.ndarray:
+        """What is known; a damaged file counts as missing, and is reported."""
+        unknown = np.full(count, np.nan)
+        if not self.path.is_file():
+            return unknown
+        try:
+            with safe_open(self.path, "numpy") as file:
+                values: np.ndarray = file.get_tensor(TENSOR)
+                intact = (file.metadata() or {}).get("digest") == _digest(values.tobytes())
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            self.say(f"reference cache {self.path}: can't be read ({error}); it is computed again")
+            return unknown
+        if not intact or values.shape != (count,) or values.dtype != np.float64 or bool((values > 0).any()):
+            self.say(f"reference cache {self.path}: it is damaged, and is computed again")
+            return unknown
+        return values.copy()
+
+    def write(self, values: np.ndarray) -> None:
+        """Replace the file."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=".writing-reference-", dir=self.path.parent)
+        except OSError as error:
+            raise BadInput("data.cache", f"{self.path.parent} can't be written: {error.strerror}") from None
+        os.close(handle)
+        try:
+            save_file({TENSOR: values}, name, {"digest": _digest(values.tobytes())})
+            with open(name, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(name, self.path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+
+
+def _model_digest(section: Model, seed: int) -> str:
+    """Digest of everything that the reference's weights follow from."""
+    config = load_config(section).to_dict()
+    known: list[Any] = [config, section.init, section.precision, section.task]
+    if section.init == "scratch":
+        known.append(seed)
+    else:
+        assert section.path is not None
+        files = sorted({Path(name).resolve() for name in checkpoint_files(section.path).values()})
+        known.append([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+    return _digest(json.dumps(known, sort_keys=True, default=str).encode())
+
+
+def _digest_of(samples: PairRows) -> str:
+    """Digest of the rows: which tokens are where, and which of them count."""
+    rows = samples.rows
+    assert rows.documents.counted is not None
+    parts = (rows.pieces.starts, rows.pieces.lengths, rows.firsts, rows.documents.tokens, rows.documents.counted)
+    return _digest(*(np.ascontiguousarray(part).tobytes() for part in parts), str(rows.seq_len).encode())
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
