@@ -195,7 +195,8 @@ class _Step:
         copies = self._copied(e.model.vocab * e.model.hidden / e.tp)
         if self.index == 0 and self.tied:
             both = self.grads + table
-            yield self._moment(table, self.head_grad, self.buckets, grads=both, gathered=self.ahead)
+            again = table if e.zero_stage == 3 and e.replicas > 1 else 0.0  # gathered again, whatever the limit
+            yield self._moment(table, self.head_grad, self.buckets, grads=both, gathered=max(self.ahead, again))
         if self.index == 0:
             flying = _in_flight(e, 0)
             waiting = self.kept * (flying - 1) / flying  # of the other micro-batches
@@ -314,7 +315,8 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
     if layer > LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
         small = table if table <= bucket_elements(e.model_params, e.tp * e.pp, e.bucket_elements) else 0.0
         return e.element_bytes * min(total, layer + (_own_bucket(e) if first_layer else small))
-    more = table if e.model.tied_embeddings and e.recompute.kept < 1 else 0.0
+    held = e.model.tied_embeddings and e.recompute.kept < 1 and table <= LIVE_ELEMENTS  # a larger one is released
+    more = table if held else 0.0
     if first_layer:
         more = layer + _own_bucket(e) / 4  # and the bucket of the next ones
     elif e.model.experts:  # of a layer's experts all are gathered at once
