@@ -6,9 +6,10 @@ Each of 20 model types under ZeRO 2, and a Llama under every strategy; four narr
 sequence shows at any width. One line of JSON per row; the exit code is 1 if any row has such a tensor.
 
 Recorded so far, at 32,768 tokens: none for llama under data parallel, ZeRO 2 and 3, tensor, pipeline and sequence
-parallel, and none for qwen2, qwen3, mixtral, gpt_neox and olmo2 under ZeRO 2. falcon has 18: it keeps transformers'
-attention and its masks. gpt2 and opt can't be rehearsed: the host reads whether rows are padded. Types with soft caps
-take long, because their attention runs in blocks of 128 queries; they and the others have not been rehearsed.
+parallel, and none for qwen2, qwen3, mixtral, gpt_neox and olmo2 under ZeRO 2. The other types have not been rehearsed;
+those with soft caps take long, because their attention runs in blocks of 128 queries. Left out: falcon, which does not
+use transformers' registry of attention functions and keeps its masks (18 squares), and opt, which can't be rehearsed,
+because it draws a random number on the host for every layer.
 """
 
 from __future__ import annotations
