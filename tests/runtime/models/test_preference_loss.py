@@ -125,6 +125,7 @@ def from_trl(inputs: dict[str, torch.Tensor], reference: torch.Tensor | None = N
     return MicroBatch(ids, labels, position_ids=positions, pairs=ones, reference=reference).located()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("objective", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
 def test_losses_with_a_reference_are_those_of_trl(objective: Objective, loss_type: str, tmp_path: Any) -> None:
     net: Any = build_model(model("llama"), seed=0)
