@@ -20,6 +20,7 @@ from benchmarks.harness.hosts import Hosts, why_not
 from benchmarks.harness.slow_link import move_into
 from tests.conftest import Trainer
 from tests.helpers import launching_page
+from toolkit.launching.private_network import NETWORK
 from toolkit.recipe.file import dump_recipe, load_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.runtime.hosts.agent import SILENCE_SECONDS
@@ -72,7 +73,8 @@ class OnHosts:
     def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
         rank = int(env["RANK"])
         move_into(Path("/run/netns") / self.spaces[rank // 2])
-        enter_worker(argv, {**env, "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": self.first})
+        place = {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": self.first}
+        enter_worker(argv, {**env, **place, NETWORK: ""})  # hosts have no private network in common
 
 
 def test_three_hosts_train_as_one_process(hosts: Hosts, recipe: Path, tmp_path: Path, train: Trainer) -> None:

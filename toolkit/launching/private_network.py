@@ -27,6 +27,8 @@ from typing import Any
 NETWORK = "TOOLKIT_NETWORK"
 """Environment variable with the namespaces that a worker enters, separated by a colon: the user namespace that owns the
 network, if there is one, and the network."""
+CHOICES = {"GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"}
+"""Environment variables by which a user chooses another network for gloo."""
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
 _DUMPABLE = 4
@@ -54,10 +56,9 @@ def private_network(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
     `env` is that of this process, with a PYTHONPATH that leads to the toolkit. A user who has chosen an interface for
     gloo, or that it connects on first use (from whatever thread), gets that and no private network.
     """
-    chosen = {"GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT"} & env.keys()
     with ExitStack() as held:
         try:
-            opened = [] if chosen else _make_namespaces(env)
+            opened = [] if CHOICES & env.keys() else _make_namespaces(env)
         except OSError:
             opened = []
         for descriptor in opened:
@@ -67,12 +68,12 @@ def private_network(env: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def enter(env: Mapping[str, str]) -> Network | None:
-    """Enter the private network that the supervisor has made; None if there is none.
+    """Enter the private network that the supervisor has made; None if there is none, or another one was chosen.
 
     Call it before this process has a second thread: the kernel lets no other process change its user namespace.
     """
     paths = [path for path in env.get(NETWORK, "").split(":") if path]
-    if not paths:
+    if not paths or CHOICES & env.keys():
         return None
     with ExitStack() as held:
         # All are opened first: from inside a user namespace, the kernel shows no descriptors of a process outside.
