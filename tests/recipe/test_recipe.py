@@ -80,6 +80,7 @@ def test_all_problems_come_in_one_message_with_the_nearest_key() -> None:
         ("train.base_batch=8", "unused while lr_scaling is none"),
         ("train.warmup=50", "50 steps of warm-up in 10 steps"),
         ("train.betas=[0.9]", "two numbers"),
+        ("train.lr_multipliers={a: null}", "train.lr_multipliers.a: nothing given; a factor above 0 is required"),
         ("train.objective=dpo", "train.objective: dpo needs data.format preference, not text"),
         ("data.format=preference", "train.objective: required with data.format preference: one of dpo"),
         ("train.preference={beta: 0.2}", "train.preference: unused without train.objective"),

@@ -131,8 +131,8 @@ def _rate_problems(train: Train) -> Iterator[Problem]:
         if value is not None and train.schedule != schedule:
             yield Problem(f"train.{key}", f"unused with schedule {train.schedule}; remove it, or use {schedule}")
     for pattern, factor in (train.lr_multipliers or {}).items():
-        if not 0 < factor < math.inf:
-            yield Problem(f"train.lr_multipliers.{pattern}", f"{factor:g} given; a factor above 0 is required")
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            yield Problem(f"train.lr_multipliers.{pattern}", f"{show(factor)} given; a factor above 0 is required")
     if train.optimizer == "onebit_adam" and (train.lr_multipliers or (train.weight_decay and train.decay != "all")):
         key = "lr_multipliers" if train.lr_multipliers else "decay"
         what = "onebit_adam exchanges all parameters as one group; use decay: all, and no lr_multipliers"

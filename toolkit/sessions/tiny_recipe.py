@@ -81,7 +81,7 @@ def _data(given: Data) -> Data:
         path="python-stdlib" if plain or given.format == "text" else "synthetic",
         format=given.format,
         tokenizer=None if given.format == "image-classification" else "bytes",
-        seq_len=SEQ_LEN,
+        seq_len=2 * SEQ_LEN if given.format == "preference" else SEQ_LEN,  # a row holds two answers
         packing=given.packing,
         packing_method=given.packing_method,
         long_documents=given.long_documents,
