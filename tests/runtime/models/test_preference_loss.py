@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,15 @@ from toolkit.runtime.models.preference_loss import FIGURES, PreferenceLoss
 
 CPU = SimpleNamespace(device="cpu")
 STEPS, PAIRS = 20, 3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of small operators would wait for each other while other tests run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def logps_of(net: Any, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
