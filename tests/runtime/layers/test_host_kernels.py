@@ -62,6 +62,7 @@ def test_rotary_has_the_gradients_of_float64() -> None:
         assert (expected - found).abs().max() < 1e-6 * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "names"),
     [

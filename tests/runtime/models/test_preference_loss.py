@@ -64,6 +64,7 @@ def trl_loss(objective: Objective, given: Preference, logps: torch.Tensor, count
     return sft + CPOTrainer.cpo_loss(trainer, *(mean if objective == "simpo" else logps).T)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "settings"),
     [
