@@ -65,6 +65,28 @@ RULES: tuple[Rule, ...] = (
         reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
     ),
     Rule(
+        forbids=lambda plan, job: plan.ep > 1 and job.workload.balance.is_active,
+        reason="AutoEP replaces the routers that train.router balances; use loss: none with expert parallel",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.pp > 1 and job.workload.balance.loss == "micro_batch",
+        reason="train.router.loss micro_batch multiplies statistics of all layers, and a stage knows only its own; "
+        "use sequence",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.balance.is_active,
+        reason="train.router is not proven with AutoTP; leave tensor_by out",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.islands > 1 and job.workload.balance.bias_update > 0,
+        reason="train.router.bias_update follows the load of the global batch, and islands see only their own; "
+        "use loss: sequence",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.compiled and job.workload.balance.is_active,
+        reason="train.router works by hooks on routers, at which compiled layers break; use model.compile: none",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.tp * plan.pp * plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
         reason="without ZeRO, DeepSpeed's 16-bit optimizers leave shards and experts out of the gradient norm "
         "and so clip wrongly; use zero_stage 1",

@@ -12,6 +12,7 @@ from toolkit.models.architectures.dense import BERT
 from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
 from toolkit.plans.deepspeed_rules import job_problems
 from toolkit.plans.plan import Job, Workload
+from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.sections import Model, Recipe
 from toolkit.resources import CONFIGS
@@ -40,10 +41,12 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             reduce=recipe.train.reduce,
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
+            balance=balance_of(recipe.train.router, config),
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_problems(job), *_kernel_problems(recipe.model, job), *_ignored(config), *job_problems(job)]
+    problems = [*_problems(job), *_kernel_problems(recipe.model, job), *job_problems(job)]
+    problems += balance_problems(recipe.train.router, config, job.model.experts, recipe.model.precision)
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -99,14 +102,6 @@ def _kernel_problems(section: Model, job: Job) -> list[Problem]:
         return []
     what = f"{section.attention} given; it needs a device of {generation}, not {device.name}; use auto"
     return [Problem("model.attention", what)]
-
-
-def _ignored(config: Mapping[str, Any]) -> list[Problem]:
-    """Model settings that would be ignored silently: the loss is the cross-entropy alone, under every strategy."""
-    if config.get("output_router_logits") is True:
-        what = "true given; router losses are not part of the loss here; set it to false"
-        return [Problem("model.config.output_router_logits", what)]
-    return []
 
 
 DEFAULT_LABELS = 2

@@ -10,8 +10,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
+from toolkit.plans.job import raw_config
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
+from toolkit.plans.router_balance import Balance, balance_of
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.objective_sections import Preference
 from toolkit.recipe.schedules import Schedule
@@ -27,6 +29,9 @@ from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.layers import compiled_layers, fused_kernels
 from toolkit.runtime.layers.recompute import recompute_layers
+from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
+from toolkit.runtime.mixtures.balance_loss import Slice
+from toolkit.runtime.mixtures.routers import RouterTable
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
     build_in_place,
@@ -69,6 +74,11 @@ class EngineSpec:
     noise: bool = False
     """Whether the gradient noise scale is measured."""
 
+    @property
+    def balance(self) -> Balance:
+        """How routers are balanced."""
+        return balance_of(self.train.router, raw_config(self.model))
+
 
 def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
@@ -88,7 +98,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
-    parts = ReplicaParts(loss=_loss_in_head(spec, model))
+    parts = ReplicaParts(loss=_loss_in_head(spec, model), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
 
@@ -126,16 +136,17 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     compiled_layers.install(model, spec.model)
     loss = _objective(spec, _loss_in_head(spec, model))
     if spec.plan.islands > 1:
-        parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss)
+        parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss, routers=_routers(spec, model, mesh))
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
         return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
     if spec.plan.sp == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
-        parts = ReplicaParts(noise=noise, loss=loss)
+        parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
     share.install(model)
-    parts = ReplicaParts(slice_batch=share.slice_batch, loss=loss)
+    routers = _routers(spec, model, mesh, own=share.slice_batch)
+    parts = ReplicaParts(slice_batch=share.slice_batch, loss=loss, routers=routers)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -150,7 +161,8 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
-    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
+    routers = _routers(spec, model, mesh)
+    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss, routers=routers)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -188,6 +200,7 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
         loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[prefix + name])
     else:
         loss = _loss_in_head(spec, model)
+    table = RouterTable.of(model)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], _objective(spec, loss))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     if group:
@@ -196,7 +209,21 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
+    stage.routers = _routers(spec, model, mesh, table)
     return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
+
+
+def _routers(
+    spec: EngineSpec,
+    model: torch.nn.Module,
+    mesh: Mesh,
+    table: RouterTable | None = None,
+    own: Slice = lambda micro: micro,
+) -> RouterWatch:
+    """Balance and count the routers of a mixture; `table`: those of the full model, if this is a stage of it."""
+    if spec.plan.ep > 1 or spec.model.task not in (None, "causal-lm") or spec.model.compile == "layers":
+        return NoRouters()
+    return watch_routers(model, spec.balance, mesh, table or RouterTable.of(model), own)
 
 
 def _objective(spec: EngineSpec, loss: Loss) -> Loss:

@@ -58,6 +58,7 @@ ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-
 def load_config(section: Model) -> PretrainedConfig:
     """The Hugging Face config of the recipe's model."""
     labels = {} if section.num_labels is None else {"num_labels": section.num_labels}
+    labels |= _without_router_logits(section)
     try:
         if section.config is not None:
             values = {**section.config, **labels}
@@ -65,6 +66,12 @@ def load_config(section: Model) -> PretrainedConfig:
         return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise BadInput("model", f"transformers can't read the config: {first_line(error)}") from None
+
+
+def _without_router_logits(section: Model) -> dict[str, Any]:
+    """Routers are balanced by hooks (runtime/mixtures), so the model need not hand its logits out, nor keep them."""
+    asks = section.config is not None and section.config.get("output_router_logits")
+    return {"output_router_logits": False} if asks else {}
 
 
 def can_start_in_place(section: Model) -> bool:

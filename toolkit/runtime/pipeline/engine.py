@@ -57,6 +57,7 @@ class PipelineEngine:
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        stage.routers.attach()
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
@@ -104,6 +105,7 @@ class PipelineEngine:
         self._follow_shape(batch[0])
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(weighed, 1))
+        self._stage.routers.begin(batch, self._scale)
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
         loss = self._engine.train_batch()
@@ -116,6 +118,7 @@ class PipelineEngine:
                 loss=loss.squeeze() / self._scale,
                 grad_norm=self._scaling.unscaled(self._norm.last()),
                 figures=figures_of(self._stage.loss, weighed, self._over_replicas, loss),
+                routers=self._stage.routers.finish(),
             ),
             tokens=tokens,
             lr=lr,
