@@ -29,8 +29,8 @@ from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.layers import compiled_layers, fused_kernels
 from toolkit.runtime.layers.recompute import recompute_layers
-from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
 from toolkit.runtime.mixtures.balance_loss import Slice
+from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
 from toolkit.runtime.mixtures.routers import RouterTable
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (

@@ -61,7 +61,7 @@ class StepNumbers:
 
     @property
     def routers(self) -> list[float]:
-        """What the routers of a mixture did, as `Balancer.finish` lays it out; empty for dense models."""
+        """What the routers of a mixture did, laid out as `run_dir.router_load` reads it; empty for dense models."""
         assert self._read is not None  # waits for the step
         return self._host[len(self._names) :].tolist()
 

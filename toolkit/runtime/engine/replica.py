@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -43,7 +43,7 @@ class ReplicaParts:
     loss: Loss = summed_loss
     noise: NoiseMeter | None = None
     """Measures the gradient noise scale."""
-    routers: RouterWatch = NoRouters()
+    routers: RouterWatch = field(default_factory=NoRouters)
     """Balances and counts the routers of a mixture."""
 
 
@@ -157,7 +157,7 @@ class ReplicaEngine:
         )
 
     def _weight(self, micro_batches: int, tokens: int) -> float:
-        """Factor of the summed loss: DeepSpeed divides by micro-batches and ranks; the result is the mean over tokens."""
+        """Factor of the summed loss: DeepSpeed divides by micro-batches and ranks; the result is a mean over tokens."""
         return micro_batches * self._mesh.token_ranks / max(tokens, 1) * self._sum_scale(micro_batches)
 
     def _sum_scale(self, micro_batches: int) -> float:

@@ -29,8 +29,9 @@ class Tokens:
     @classmethod
     def of(cls, micro: MicroBatch, total: int, own: Slice) -> Tokens:
         """Tokens of a located micro-batch. Document numbers are cut as the micro-batch is, by `own`."""
-        assert micro.input_ids is not None and micro.documents is not None, "routers are balanced for language models"
         documents, mask = micro.documents, micro.attention_mask
+        assert micro.input_ids is not None, "routers are balanced for language models"
+        assert documents is not None, "the micro-batch is located"
         place = micro.input_ids.device
         numbers = documents.numbers(place).long()
         seen = torch.ones_like(numbers) if mask is None else mask.long()

@@ -40,7 +40,9 @@ class RouterWatch(Protocol):
         """Called before every forward pass, with the located micro-batch on the device."""
 
     def finish(self) -> torch.Tensor | None:
-        """After the update: move biases; the step's figures for `RouterFigures`, still on the device. Collective."""
+        """After the update: move biases; the step's figures (`run_dir.router_load`), still on the device.
+
+        Collective."""
 
     def attach(self) -> None:
         """Called once the engine is made."""
@@ -66,9 +68,7 @@ class NoRouters:
 class Balancer:
     """`RouterWatch` of the routers of this rank's part of a model."""
 
-    def __init__(
-        self, routers: Sequence[Router], table: RouterTable, balance: Balance, mesh: Mesh, own: Slice
-    ) -> None:
+    def __init__(self, routers: Sequence[Router], table: RouterTable, balance: Balance, mesh: Mesh, own: Slice) -> None:
         """`table`: the routers of the full model; `own`: this rank's tokens of a micro-batch."""
         self.balance, self._mesh, self._own = balance, mesh, own
         self.layers = len(table.names)
@@ -77,7 +77,7 @@ class Balancer:
         self._load = torch.zeros(self.layers, table.num_experts, dtype=torch.float64, device=device())
         """Tokens of each expert in this step, layers × experts; 0 for layers of other stages."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=device())
-        """Balancing loss and z-loss of this step, before their factors."""
+        """What this step adds to the cross-entropy, and its balancing loss before its factor."""
         self._routed: HostSum | None = None
         self._queue: list[int] = []
         self._micro_batches, self._scale = 1, 1.0
@@ -142,10 +142,10 @@ class Balancer:
             return None
         with torch.enable_grad():
             logits = routed.logits.detach().to(_wide(routed.logits.dtype)).requires_grad_()
-            losses = torch.stack(self._losses(router, logits, running, counts))
-            self._sums += losses.detach()
-            factors = losses.new_tensor([self.balance.weight, self.balance.z_loss])
-            (found,) = torch.autograd.grad((losses * factors).sum() * self._scale * self._mesh.token_ranks, logits)
+            balanced, small = self._losses(router, logits, running, counts)
+            added = balanced * self.balance.weight + small * self.balance.z_loss
+            self._sums += torch.stack([added.detach(), balanced.detach()])
+            (found,) = torch.autograd.grad(added * (self._scale * self._mesh.token_ranks), logits)
         return found.to(routed.logits.dtype)
 
     def _losses(
@@ -176,8 +176,8 @@ class Balancer:
 
     def finish(self) -> torch.Tensor | None:
         self._pass = None
-        found = self._mesh.sum_over_tokens(torch.cat([self._load.flatten(), self._sums]))
-        load = found[:-2].view_as(self._load)
+        found = self._mesh.sum_over_tokens(torch.cat([self._sums, self._load.flatten()]))
+        load = found[2:].view_as(self._load)
         for name, (holder, key, _) in self._biases.items():
             own = load[self._numbers[name]]
             bias = holder._buffers[key]
@@ -185,7 +185,7 @@ class Balancer:
             bias += (self.balance.bias_update * torch.sign(own.mean() - own)).to(bias.dtype)
         if self._mesh.plan.tp * self._mesh.plan.pp > 1:
             found = self._mesh.sum_over_shards(found.clone()) / self._mesh.plan.tp
-        return found
+        return torch.cat([found.new_full((1,), float(self.layers)), found])
 
 
 class _Pass:
