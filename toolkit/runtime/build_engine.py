@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ from toolkit.runtime.layers import compiled_layers, fused_kernels
 from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.mixtures.balance_loss import Slice
 from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
+from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup, Experts, distribute, find_experts
+from toolkit.runtime.mixtures.expert_shards import cut_experts, hand_to_deepspeed
 from toolkit.runtime.mixtures.routers import RouterTable
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
@@ -89,7 +91,7 @@ def build_engine(spec: EngineSpec, world: World) -> Engine:
             return _pipeline(spec, mesh)
         if spec.plan.tensor_by == "autotp":
             return _autotp(spec, mesh)
-        if spec.plan.tp > 1:
+        if spec.plan.tp * spec.plan.ep > 1:
             return _tensor(spec, mesh)
         return _replica(spec, mesh)
 
@@ -151,18 +153,22 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
-    group = tensor_group(mesh)
+    """A replica of which each rank builds only its part: tensor shards, its experts, or both."""
+    group = tensor_group(mesh) if spec.plan.tp > 1 else None
     model, weights = open_skeleton(spec.model, spec.train.seed)
     fused_kernels.install(model, spec.model)
-    loss = _objective(spec, _sharded(spec, model, group))
+    experts = _own_experts(spec, model, mesh)
+    loss = _objective(spec, _sharded(spec, model, group, _not_among(experts)) if group else _loss_in_head(spec, model))
     _fill_own(model, spec, weights)
-    sum_partial_gradients(model, group)
+    _send_to_experts(model, experts, mesh)
+    if group:
+        sum_partial_gradients(model, group)
     recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
     compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(spec.train.seed, mesh)
-    check = ReplicaCheck(model.named_parameters(), group)
-    routers = _routers(spec, model, mesh)
-    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss, routers=routers)
+    check = ReplicaCheck(model.named_parameters(), group).finish if group else None
+    unit = TensorUnit(mesh) if group else None
+    parts = ReplicaParts(unit=unit, after_backward=check, loss=loss, routers=_routers(spec, model, mesh))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -201,6 +207,7 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     else:
         loss = _loss_in_head(spec, model)
     table = RouterTable.of(model)
+    experts = _own_experts(spec, model, mesh)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], _objective(spec, loss))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     if group:
@@ -221,9 +228,31 @@ def _routers(
     own: Slice = lambda micro: micro,
 ) -> RouterWatch:
     """Balance and count the routers of a mixture; `table`: those of the full model, if this is a stage of it."""
-    if spec.plan.ep > 1 or spec.model.task not in (None, "causal-lm") or spec.model.compile == "layers":
+    if spec.model.task not in (None, "causal-lm") or spec.model.compile == "layers":
         return NoRouters()
     return watch_routers(model, spec.balance, mesh, table or RouterTable.of(model), own)
+
+
+def _own_experts(spec: EngineSpec, model: torch.nn.Module, mesh: Mesh) -> list[Experts]:
+    """Reduce a skeleton to this rank's experts; none without expert ranks."""
+    if spec.plan.ep == 1:
+        return []
+    experts = find_experts(model)
+    cut_experts(model, experts, mesh.data % spec.plan.ep, spec.plan.ep)
+    return experts
+
+
+def _not_among(experts: Sequence[Experts]) -> Callable[[str], bool]:
+    """Whether a parameter is not one of the experts', which tensor ranks hold alike."""
+    names = tuple(f"{each.name}." for each in experts)
+    return lambda name: not name.startswith(names)
+
+
+def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh) -> None:
+    """Let experts compute for the tokens of all ranks that share them."""
+    if experts:
+        distribute(experts, ExpertGroup(mesh.expert_group, mesh.data % mesh.plan.ep, mesh.plan.ep))
+        hand_to_deepspeed(model, experts, mesh)
 
 
 def _objective(spec: EngineSpec, loss: Loss) -> Loss:

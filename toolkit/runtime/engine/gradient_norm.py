@@ -15,7 +15,7 @@ from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import host_waits
 from toolkit.runtime.engine.host_waits import EPSILON, See, UpdateGuard
 from toolkit.runtime.engine.onebit_adam import OneBitAdam
-from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.parameter_shards import is_tensor_slice
 
 
 class GradientNormMeter:
@@ -130,11 +130,14 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_nor
 
 def gradient_norm(held: Sequence[Held], mesh: Mesh) -> torch.Tensor:
     """The norm of all gradients of a replica. Collective."""
-    squares = mesh.sum_over_shards(_squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh)))
-    if mesh.plan.ep > 1:  # the ranks of an expert group hold different experts, and there are dp / ep such groups
+    squares = _squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh))
+    if mesh.plan.ep > 1:
+        # The ranks of an expert group hold different experts; there are dp / ep such groups, and tensor ranks hold the
+        # same experts.
+        copies = mesh.plan.dp // mesh.plan.ep * mesh.plan.tp
         experts = _squares(g for p, g in held if _is_expert(p))
-        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
-    return squares.sqrt()
+        squares = squares + mesh.sum_over_tokens(experts) / copies
+    return mesh.sum_over_shards(squares).sqrt()
 
 
 def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -153,7 +156,7 @@ def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
     """Count shards on every rank, full parameters on tensor rank 0, copies on another stage not at all."""
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
-    return layout_of(parameter) is not None or mesh.tensor == 0
+    return is_tensor_slice(parameter) or mesh.tensor == 0
 
 
 class NoiseMeter:

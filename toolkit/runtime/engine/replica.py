@@ -20,14 +20,13 @@ from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
-from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
+from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.parameter_shards import layout_of
-from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.models.parameter_shards import is_tensor_slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,6 @@ class ReplicaEngine:
         self._nonfinite = NonFiniteCounter(device())
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._nonfinite.after_embedding)  # type: ignore[operator]
-        self._whole_shapes = {name: full_shape(parameter) for name, parameter in model.named_parameters()}
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -107,10 +105,10 @@ class ReplicaEngine:
             copies=Copies(
                 index=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
                 count=self._mesh.token_ranks,  # sequence ranks hold full copies, as replicas do
-                by_name=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
-                saves=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
+                by_name=expert_copies(named, self._mesh),
+                saves=lambda name: self._mesh.tensor == 0 or (name in named and is_tensor_slice(named[name])),
             ),
-            place=expert_places(self._whole_shapes, self._mesh) if self._mesh.plan.ep > 1 else placed(named),
+            place=placed(named),
         )
 
     @property

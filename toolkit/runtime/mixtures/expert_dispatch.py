@@ -1,0 +1,159 @@
+"""Sends tokens to their experts on other ranks and back: no expert has a limit, so no token is dropped.
+
+Every rank routes its own tokens. Rows are sorted by expert and exchanged; a rank runs the model's own code on its
+experts with what it received; results come back and are weighed where they came from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+
+from toolkit.errors import NoPlanFits
+from toolkit.runtime.sharding.styles import wrap
+
+ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+"""What the experts of a mixture are called with, in transformers 5.22.2."""
+Run = Callable[..., torch.Tensor]
+
+
+class ExpertsRefused(NoPlanFits):
+    """The model's experts can't be distributed; the message gives the reason."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer: a module whose parameters have one entry per expert."""
+
+    name: str
+    module: torch.nn.Module
+    number: int
+
+
+def find_experts(model: torch.nn.Module) -> list[Experts]:
+    """The experts of every layer of a model; `ExpertsRefused` if there are none of a known form."""
+    found = list(_experts(model))
+    if not found:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ExpertsRefused(
+            f"no experts of {kind} can be distributed: they must be one module with a tensor per projection, called "
+            f"with {', '.join(ARGUMENTS)}"
+        )
+    return found
+
+
+def _experts(model: torch.nn.Module) -> Iterator[Experts]:
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        number = getattr(module, "num_experts", None)
+        if not isinstance(number, int) or not any(p.ndim == 3 for p in own.values()):
+            continue
+        given = tuple(inspect.signature(type(module).forward).parameters)[1:]
+        if given == ARGUMENTS and all(p.shape[0] == number for p in own.values()):
+            yield Experts(name, module, number)
+
+
+class ExpertGroup:
+    """The ranks that experts are distributed over."""
+
+    def __init__(self, group: Any, index: int, ranks: int) -> None:
+        self.group, self.index, self.ranks = group, index, ranks
+
+    def swap(self, counts: torch.Tensor) -> torch.Tensor:
+        """All-to-all of equal shares: entry i goes to rank i, entry j of the result comes from rank j."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        return received
+
+    def send(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        """All-to-all of rows: `sent[i]` of them go to rank i, `received[j]` come from rank j."""
+        dist.all_to_all_single(into, rows.contiguous(), list(received), list(sent), group=self.group)
+
+
+def distribute(experts: Sequence[Experts], group: ExpertGroup) -> None:
+    """Let modules that hold this rank's experts compute for the tokens of all ranks of the group."""
+    for each in experts:
+        own = each.number // group.ranks
+        each.module.num_experts = own  # type: ignore[assignment]
+        wrap(each.module, lambda inner, own=own: _Dispatch(inner, group, own))  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class _Dispatch:
+    run: Run
+    """The model's own experts, for rows that each visit one of this rank's."""
+    group: ExpertGroup
+    own: int
+    """Experts of each rank."""
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        ranks, (tokens, visits) = self.group.ranks, top_k_index.shape
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        counts = torch.zeros(ranks * self.own, dtype=torch.long, device=chosen.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        arriving = self.group.swap(counts.view(ranks, self.own))
+        sent, received = exchange_sizes(counts.view(ranks, self.own), arriving)
+        rows = _exchanged(hidden_states[order // visits], sent, received, self.group, spare=1)
+        computed = self.run(rows, _experts_of(arriving, sum(received)), rows.new_ones(len(rows), 1))
+        back = _exchanged(computed[:-1], received, sent, self.group, spare=0)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        visited = back[places].view(tokens, visits, -1)
+        return (visited * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+
+def exchange_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Rows for and from each rank, on the host.
+
+    It waits for the device once per layer and pass: an exchange without a limit per expert has sizes that only the
+    routers know, and torch.distributed takes sizes from the host. A rehearsal assumes even loads here.
+    """
+    both: list[list[int]] = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    return both[0], both[1]
+
+
+def _experts_of(arriving: torch.Tensor, rows: int) -> torch.Tensor:
+    """The own expert of every row that arrives: rows come rank by rank, and from each rank expert by expert.
+
+    The spare row at the end visits the first expert: a rank without any token would have no gradients, and ranks that
+    reduce gradients with it would wait.
+    """
+    ranks, own = arriving.shape
+    numbers = torch.arange(own, device=arriving.device).repeat(ranks)
+    found = numbers.repeat_interleave(arriving.flatten(), output_size=rows)
+    return torch.nn.functional.pad(found, (0, 1))[:, None]
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: ExpertGroup, spare: int
+    ) -> torch.Tensor:
+        ctx.how = sent, received, group
+        total = sum(received)
+        into = rows.new_empty(total + spare, rows.shape[1])
+        into[total:] = 0
+        group.send(rows, into[:total], sent, received)
+        return into
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        sent, received, group = ctx.how
+        into = gradient.new_empty(sum(sent), gradient.shape[1])
+        group.send(gradient[: sum(received)], into, received, sent)
+        return into, None, None, None, None
+
+
+def _exchanged(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: ExpertGroup, spare: int
+) -> torch.Tensor:
+    """Rows of other ranks for this one, and some spare rows of zeros; gradients go back the same way."""
+    return _Exchange.apply(rows, sent, received, group, spare)  # type: ignore[no-untyped-call, no-any-return]
