@@ -145,11 +145,18 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+    own = _sequence_slice(spec, model, mesh)
+    parts = ReplicaParts(slice_batch=own, loss=loss, routers=_routers(spec, model, mesh, own=own))
+    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+
+
+def _sequence_slice(spec: EngineSpec, model: Any, mesh: Mesh) -> Slice:
+    """Make a model attend over the tokens of all sequence ranks; this rank's tokens of a micro-batch."""
+    if spec.plan.sp == 1:
+        return lambda micro: micro
     share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
     share.install(model)
-    routers = _routers(spec, model, mesh, own=share.slice_batch)
-    parts = ReplicaParts(slice_batch=share.slice_batch, loss=loss, routers=routers)
-    return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+    return share.slice_batch
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -168,7 +175,9 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group).finish if group else None
     unit = TensorUnit(mesh) if group else None
-    parts = ReplicaParts(unit=unit, after_backward=check, loss=loss, routers=_routers(spec, model, mesh))
+    own = _sequence_slice(spec, model, mesh)
+    routers = _routers(spec, model, mesh, own=own)
+    parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -200,16 +209,18 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
     split = analyse(emptied(hollow_model(spec.model, seed)), tuple(bounds))
     fused_kernels.install(model, spec.model)
+    experts = _own_experts(spec, model, mesh)
     group = tensor_group(mesh) if plan.tp > 1 else None
     if group:
         prefix = ADAPTED if spec.model.lora else ""
-        loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[prefix + name])
+        outside = _not_among(experts)
+        loss = _sharded(spec, model, group, lambda name: outside(name) and mesh.pipe in split.owners[prefix + name])
     else:
         loss = _loss_in_head(spec, model)
     table = RouterTable.of(model)
-    experts = _own_experts(spec, model, mesh)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], _objective(spec, loss))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
+    _send_to_experts(model, experts, mesh)
     if group:
         sum_partial_gradients(model, group)
     recompute_layers(model, plan.recompute)
@@ -249,7 +260,9 @@ def _not_among(experts: Sequence[Experts]) -> Callable[[str], bool]:
 
 
 def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh) -> None:
-    """Let experts compute for the tokens of all ranks that share them."""
+    """Let experts compute for the tokens of all ranks that share them; a stage has only those of its own layers."""
+    held = set(model.modules())
+    experts = [each for each in experts if each.module in held]
     if experts:
         distribute(experts, ExpertGroup(mesh.expert_group, mesh.data % mesh.plan.ep, mesh.plan.ep))
         hand_to_deepspeed(model, experts, mesh)
