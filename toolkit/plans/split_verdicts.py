@@ -18,6 +18,8 @@ from toolkit.verdicts import Verdict, VerdictFile, installed
 CACHE_NAME = "proofs.json"
 MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
+MOST_EXPERT_RANKS = 2
+"""How experts are found and called does not depend on how many ranks hold them."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
 
 
@@ -29,16 +31,17 @@ class Axes:
     pp: int
     sp: int
     tensor_by: str = "slices"
+    ep: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
-        """The axes of a plan; more than `MOST_STAGES` stages count as that many."""
-        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by)
+        """The axes of a plan; more than `MOST_STAGES` stages or `MOST_EXPERT_RANKS` count as that many."""
+        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by, min(plan.ep, MOST_EXPERT_RANKS))
 
     @property
     def split(self) -> bool:
         """Whether the model is split at all."""
-        return self.tp * self.pp * self.sp > 1
+        return self.tp * self.pp * self.sp * self.ep > 1
 
 
 class Proofs:

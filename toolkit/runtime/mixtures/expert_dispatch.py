@@ -17,7 +17,7 @@ import torch
 from toolkit.errors import NoPlanFits
 from toolkit.runtime.sharding.styles import wrap
 
-ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
+ARGUMENTS = ("hidden states", "numbers of the chosen experts", "their weights")
 """What the experts of a mixture are called with, in transformers 5.22.2."""
 Run = Callable[..., torch.Tensor]
 
@@ -54,7 +54,7 @@ def _experts(model: torch.nn.Module) -> Iterator[Experts]:
         if not isinstance(number, int) or not any(p.ndim == 3 for p in own.values()):
             continue
         given = tuple(inspect.signature(type(module).forward).parameters)[1:]
-        if given == ARGUMENTS and all(p.shape[0] == number for p in own.values()):
+        if len(given) == len(ARGUMENTS) and all(p.shape[0] == number for p in own.values()):
             yield Experts(name, module, number)
 
 

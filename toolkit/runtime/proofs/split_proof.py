@@ -20,6 +20,8 @@ from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
+from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup, ExpertsRefused, distribute, find_experts
+from toolkit.runtime.mixtures.expert_shards import cut_experts
 from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import (
     build_model,
@@ -34,7 +36,7 @@ from toolkit.runtime.models.build import (
 from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.parameter_shards import Layout, layout_of
+from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
 from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
 from toolkit.runtime.pipeline.split import SplitRefused, analyse, find_layers
 from toolkit.runtime.pipeline.stage import Stage
@@ -121,8 +123,10 @@ def prove(section: Model, axes: Axes) -> Verdict:
         name = (tiny.config or {})["model_type"]
         return Verdict(False, f"a tiny {name} model does not train in one process: {first_line(error)}")
     try:
-        return _compare(tiny, axes, kind, expected)
-    except (SplitRefused, SequenceRefused) as error:
+        if axes.ep > 1 and not (verdict := _compare_experts(tiny, axes.ep, kind, expected)).ok:
+            return verdict
+        return _compare(tiny, axes, kind, expected) if axes.tp * axes.pp * axes.sp > 1 else Verdict(True)
+    except (SplitRefused, SequenceRefused, ExpertsRefused) as error:
         return Verdict(False, first_line(error))
     except Exception as error:
         return Verdict(False, f"the split fails on a tiny model: {type(error).__name__}: {first_line(error)}")
@@ -189,6 +193,70 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
                 False, f"gradients{padded} of {len(wrong)} parameters of a tiny model are wrong, first {names}"
             )
     return Verdict(True)
+
+
+class ThreadExpertGroup(ExpertGroup):
+    """Expert ranks as threads of one process."""
+
+    def __init__(self, threads: ThreadGroup) -> None:
+        super().__init__(None, threads.index, threads.ranks)
+        self._threads = threads
+
+    def swap(self, counts: torch.Tensor) -> torch.Tensor:
+        return self._threads.exchange(counts)
+
+    def send(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        sizes = self._threads.gather(torch.tensor(list(sent)))
+        parts = self._threads.gather(rows)
+        own = [part.split(size.tolist())[self.index] for part, size in zip(parts, sizes, strict=True)]
+        assert [len(part) for part in own] == list(received), "every rank announces what it sends"
+        into.copy_(torch.cat(own))
+
+
+def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expected) -> Verdict:
+    """Each rank routes its own row of a batch; together they must have the loss and gradients of all rows."""
+    for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
+        groups = thread_groups(ranks)
+        parts = [_expert_part(tiny, group, kind) for group in groups]
+        rows = [micro.map(lambda tensor, row=group.index: tensor[row : row + 1]) for group in groups]  # type: ignore[misc]
+        with ThreadPoolExecutor(ranks) as pool:
+            runs = [pool.submit(_run, *each) for each in zip(parts, [None] * ranks, groups, rows, strict=True)]
+            found = sum(run.result() for run in runs)
+        padded = " on padded data" if micro.attention_mask is not None else ""
+        if abs(found - loss) > TOLERANCE * abs(loss):
+            what = f"the loss{padded} of a tiny model with experts on {ranks} ranks is {found:.6f}"
+            return Verdict(False, f"{what}; unsplit it is {loss:.6f}")
+        models = [part.pieces[0] for part in parts]
+        wrong = sorted({name for own in models for name in _wrong_experts(own, models, gradients)})
+        if wrong:
+            what = f"gradients{padded} of {len(wrong)} parameters of a tiny model with distributed experts are wrong"
+            return Verdict(False, f"{what}, first {', '.join(wrong[:3])}")
+    return Verdict(True)
+
+
+def _expert_part(tiny: Model, group: ThreadGroup, kind: torch.dtype) -> _Part:
+    weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
+    model = emptied(hollow_model(tiny, SEED))
+    experts = find_experts(model)
+    cut_experts(model, experts, group.index, group.ranks)
+    fill(model, weights)
+    distribute(experts, ThreadExpertGroup(group))
+    return _Part([_finished(model, None, kind)])
+
+
+def _wrong_experts(own: Any, models: Sequence[Any], expected: Gradients) -> list[str]:
+    """Parameters of a rank whose gradients are wrong: those of experts are complete, others summed over ranks."""
+    named = dict(own.named_parameters())
+    every = [dict(model.named_parameters()) for model in models]
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    wrong = []
+    for name, gradient in expected.items():
+        parameter = named[name]
+        parts = [parameter.grad] if holds_experts(parameter) else [others[name].grad for others in every]
+        given = [part for part in parts if part is not None]
+        found = torch.stack(given).sum(0) if given else None
+        wrong += [name] if _differs(gradient, layout_of(parameter), found, norm) else []
+    return wrong
 
 
 def _share(model: PreTrainedModel, group: ThreadGroup) -> SequenceShare:
