@@ -100,7 +100,7 @@ class _Dispatch:
         counts = torch.zeros(ranks * self.own, dtype=torch.long, device=chosen.device)
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         arriving = self.group.swap(counts.view(ranks, self.own))
-        sent, received = exchange_sizes(counts.view(ranks, self.own), arriving)
+        sent, received = exchange_sizes(counts.view(ranks, self.own), arriving, len(order))
         rows = _exchanged(hidden_states[order // visits], sent, received, self.group, spare=1)
         computed = self.run(rows, _experts_of(arriving, sum(received)), rows.new_ones(len(rows), 1))
         back = _exchanged(computed[:-1], received, sent, self.group, spare=0)
@@ -110,13 +110,14 @@ class _Dispatch:
         return (visited * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
 
-def exchange_sizes(sent: torch.Tensor, received: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Rows for and from each rank, on the host.
+def exchange_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Rows for and from each rank, on the host; `rows` are sent in all.
 
     It waits for the device once per layer and pass: an exchange without a limit per expert has sizes that only the
     routers know, and torch.distributed takes sizes from the host. A rehearsal assumes even loads here.
     """
     both: list[list[int]] = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    assert sum(both[0]) == rows, "every row goes to one expert"
     return both[0], both[1]
 
 
