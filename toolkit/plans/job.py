@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -85,7 +85,20 @@ def _problems(job: Job) -> list[Problem]:
     devices = job.fixed.get("tp", 1) * job.fixed.get("pp", 1) * job.fixed.get("sp", 1)
     if job.cluster.devices % devices:
         problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))
-    return problems
+    return [*problems, *_expert_problems(job)]
+
+
+def _expert_problems(job: Job) -> Iterator[Problem]:
+    """A number of expert ranks that no plan can have."""
+    ep, experts = job.fixed.get("ep", 1), job.model.experts
+    if ep == 1:
+        return
+    if not experts:
+        yield Problem("strategy.ep", f"{ep} given, but {job.model.model_type} has no experts: it is dense; remove it")
+    elif experts % ep:
+        fitting = [size for size in range(2, experts + 1) if experts % size == 0 and job.cluster.devices % size == 0]
+        advice = f"use {', '.join(map(str, fitting))}" if fitting else "remove it"
+        yield Problem("strategy.ep", f"{ep} given; it must divide the {experts} experts; {advice}")
 
 
 def _kernel_problems(section: Model, job: Job) -> list[Problem]:

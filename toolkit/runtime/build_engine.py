@@ -244,11 +244,11 @@ def _routers(
     return watch_routers(model, spec.balance, mesh, table or RouterTable.of(model), own)
 
 
-def _own_experts(spec: EngineSpec, model: torch.nn.Module, mesh: Mesh) -> list[Experts]:
+def _own_experts(spec: EngineSpec, model: Any, mesh: Mesh) -> list[Experts]:
     """Reduce a skeleton to this rank's experts; none without expert ranks."""
     if spec.plan.ep == 1:
         return []
-    experts = find_experts(model)
+    experts = find_experts(unadapted(model, spec.model))
     cut_experts(model, experts, mesh.data % spec.plan.ep, spec.plan.ep)
     return experts
 

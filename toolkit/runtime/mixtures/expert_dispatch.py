@@ -44,6 +44,11 @@ def find_experts(model: torch.nn.Module) -> list[Experts]:
             f"no experts of {kind} can be distributed: they must be one module with a tensor per projection, called "
             f"with {', '.join(ARGUMENTS)}"
         )
+    if any("base_layer" in each.name.split(".") for each in found):
+        raise ExpertsRefused(
+            "adapters on experts can't be distributed with them; name linear layers in model.lora.targets, such as "
+            "[q_proj, k_proj, v_proj, o_proj]"
+        )
     return found
 
 

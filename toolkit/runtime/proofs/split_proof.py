@@ -237,7 +237,7 @@ def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expe
 def _expert_part(tiny: Model, group: ThreadGroup, kind: torch.dtype) -> _Part:
     weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
     model = emptied(hollow_model(tiny, SEED))
-    experts = find_experts(model)
+    experts = find_experts(unadapted(model, tiny))
     cut_experts(model, experts, group.index, group.ranks)
     fill(model, weights)
     distribute(experts, ThreadExpertGroup(group))
