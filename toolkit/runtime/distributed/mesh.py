@@ -48,7 +48,9 @@ class Mesh:
         whole_groups = range(plan.dp // plan.ep) if plan.ep > 1 else ()
         experts = [ranks[first * plan.ep : (first + 1) * plan.ep] for ranks in data for first in whole_groups]
         same = [ranks[place :: plan.ep] for ranks in data for place in range(plan.ep)] if plan.ep > 1 else []
-        if plan.ep > 1 and plan.sp > 1:  # sequence ranks see different tokens: gradients of experts are summed over them
+        if (
+            plan.ep > 1 and plan.sp > 1
+        ):  # sequence ranks see different tokens: gradients of experts are summed over them
             same = [sorted(rank for ranks in data for rank in ranks[place :: plan.ep]) for place in range(plan.ep)]
         self.expert_group, self.expert_ranks = self._made(experts)
         """Ranks that hold the experts of a layer together, and their numbers."""

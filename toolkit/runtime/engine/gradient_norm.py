@@ -158,7 +158,9 @@ def _norm_under_zero(optimizer: Any, mesh: Mesh) -> torch.Tensor:
     own = [
         gradient
         for number, _ in enumerate(optimizer.bit16_groups)
-        for gradient, weight in zip(_unpadded(optimizer.averaged_gradients[number]), optimizer.params_in_partition[number])
+        for gradient, weight in zip(
+            _unpadded(optimizer.averaged_gradients[number]), optimizer.params_in_partition[number], strict=False
+        )
         if _counts(weight, mesh)
     ]
     return mesh.sum_over_shards(mesh.sum_over_tokens(_squares(own).float())).sqrt()

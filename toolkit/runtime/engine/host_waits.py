@@ -74,7 +74,9 @@ def keep_norm(engine: Any, plan: Plan, see: See, own: Callable[[], torch.Tensor]
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
-        optimizer.step = functools.partial(_step_in_bf16, optimizer, see, own or functools.partial(_bf16_norm, optimizer))
+        optimizer.step = functools.partial(
+            _step_in_bf16, optimizer, see, own or functools.partial(_bf16_norm, optimizer)
+        )
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         _keep_zero_1_and_2(optimizer, see, own or optimizer.scaled_global_norm)
     elif plan.zero_stage == 3:
@@ -123,7 +125,10 @@ def _keep_zero_3(optimizer: Any, see: See) -> None:
 
 def _bf16_norm(optimizer: Any) -> torch.Tensor:
     gradients, _ = optimizer.get_grads_for_norm()
-    return get_global_norm_of_tensors(input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type)
+    norm: torch.Tensor = get_global_norm_of_tensors(
+        input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type
+    )
+    return norm
 
 
 @torch.no_grad()

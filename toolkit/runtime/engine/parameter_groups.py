@@ -42,7 +42,12 @@ def parameter_groups(named: Iterable[tuple[str, torch.Tensor]], train: Train, lr
     if list(kept) in ([(1.0, train.weight_decay, "")], []):
         return [parameter for parameters in kept.values() for parameter in parameters]
     return [
-        {"params": parameters, "lr": lr * factor, "weight_decay": decay, **({"moe": True, "name": group} if group else {})}
+        {
+            "params": parameters,
+            "lr": lr * factor,
+            "weight_decay": decay,
+            **({"moe": True, "name": group} if group else {}),
+        }
         for (factor, decay, group), parameters in sorted(kept.items(), key=lambda item: item[0][0] != 1.0)
     ]
 

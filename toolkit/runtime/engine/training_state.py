@@ -246,9 +246,7 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def expert_copies(
-    named: Mapping[str, torch.nn.Parameter], mesh: Mesh
-) -> Callable[[str], tuple[int, int]] | None:
+def expert_copies(named: Mapping[str, torch.nn.Parameter], mesh: Mesh) -> Callable[[str], tuple[int, int]] | None:
     """(index of this rank among those that hold a parameter's elements, their number); None without expert ranks."""
     plan = mesh.plan
     if plan.ep == 1:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: their routers, how these are kept balanced, and what load they give to each expert.
+"""Mixtures of experts: routers, how they are balanced, the load that they give to experts, experts on several ranks.
 
-May import `recipe`, `plans`, `runtime.distributed` and `runtime.models`.
+May import plans, recipe, distributed, models and sharding; imported by build_engine, engine, pipeline and proofs.
 """

@@ -30,7 +30,7 @@ def register_groups(mesh: Mesh) -> str:
     """Tell DeepSpeed which ranks hold different experts, and which the same; the name by which parameters refer to it.
 
     DeepSpeed 0.19.8 keeps these groups in private tables of `deepspeed.utils.groups` and fills them for its own MoE
-    layers and for AutoEP, from a mesh without other axes. If the tables are renamed, expert parallel fails at the start.
+    layers and for AutoEP, from a mesh without other axes. If they are renamed, expert parallel fails at the start.
     """
     name = f"ep_size_{mesh.plan.ep}"
     deepspeed_groups._EXPERT_PARALLEL_GROUP[name] = mesh.expert_group

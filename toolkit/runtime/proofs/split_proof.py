@@ -208,7 +208,7 @@ class ThreadExpertGroup(ExpertGroup):
     def send(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         sizes = self._threads.gather(torch.tensor(list(sent)))
         parts = self._threads.gather(rows)
-        own = [part.split(size.tolist())[self.index] for part, size in zip(parts, sizes, strict=True)]
+        own = [torch.split(part, size.tolist())[self.index] for part, size in zip(parts, sizes, strict=True)]
         assert [len(part) for part in own] == list(received), "every rank announces what it sends"
         into.copy_(torch.cat(own))
 
