@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed.comm as dist
 import torch
+from transformers.integrations import moe
 
 from toolkit.errors import NoPlanFits
 from toolkit.runtime.sharding.styles import wrap
@@ -85,13 +86,14 @@ def distribute(experts: Sequence[Experts], group: ExpertGroup) -> None:
     for each in experts:
         own = each.number // group.ranks
         each.module.num_experts = own  # type: ignore[assignment]
-        wrap(each.module, lambda inner, own=own: _Dispatch(inner, group, own))  # type: ignore[misc]
+        wrap(each.module, lambda inner, module=each.module, own=own: _Dispatch(inner, module, group, own))  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
 class _Dispatch:
     run: Run
     """The model's own experts, for rows that each visit one of this rank's."""
+    module: Any
     group: ExpertGroup
     own: int
     """Experts of each rank."""
@@ -106,13 +108,54 @@ class _Dispatch:
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         arriving = self.group.swap(counts.view(ranks, self.own))
         sent, received = exchange_sizes(counts.view(ranks, self.own), arriving, len(order))
-        rows = _exchanged(hidden_states[order // visits], sent, received, self.group, spare=1)
-        computed = self.run(rows, _experts_of(arriving, sum(received)), rows.new_ones(len(rows), 1))
-        back = _exchanged(computed[:-1], received, sent, self.group, spare=0)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        visited = back[places].view(tokens, visits, -1)
+        rows = _exchanged(_spread(hidden_states, order, visits), sent, received, self.group, spare=1)
+        back = _exchanged(self._computed(rows, arriving)[:-1], received, sent, self.group, spare=0)
+        visited = _permuted(back, _inverse(order), order).view(tokens, visits, -1)
         return (visited * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
+
+    def _computed(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+        """What this rank's experts return for rows that came rank by rank; the last row is the spare one."""
+        numbers = _experts_of(arriving, len(rows) - 1)
+        if not _has_grouped_products(self.module, rows.dtype):
+            return self.run(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+        order = numbers.argsort(stable=True)
+        inverse = _inverse(order)
+        sizes = arriving.sum(0)
+        sizes[0] += 1
+        computed = _grouped(self.module, _permuted(rows, order, inverse), numbers[order], sizes)
+        return _permuted(computed, inverse, order)
+
+
+def _has_grouped_products(module: Any, dtype: torch.dtype) -> bool:
+    """Whether a module would run transformers' grouped products; torch 2.13's have no float64."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return chosen == "grouped_mm" and dtype != torch.float64
+
+
+def _grouped(module: Any, rows: torch.Tensor, numbers: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Experts of rows that are sorted by expert, as transformers' `grouped_mm_experts_forward` (5.22.2) computes them.
+
+    That function sorts, weighs, sorts back and sums over visits: five copies of all rows that are not needed here. A
+    test compares both; if its parts are renamed, expert parallel fails in the first forward pass.
+    """
+    ends = sizes.cumsum(0, dtype=torch.int32)
+    up, turned = ("gate_up_proj" if module.has_gate else "up_proj"), module.is_transposed
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias")[numbers] if module.has_bias else None
+        product: torch.Tensor = moe._grouped_linear(x, getattr(module, name), ends, bias=bias, is_transposed=turned)
+        return product
+
+    inner = linear(rows, up)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    found = linear(inner, "down_proj")
+    return module.post_expert_norm(found) if module.has_post_expert_norm else found  # type: ignore[no-any-return]
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
 
 
 def exchange_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
@@ -135,7 +178,43 @@ def _experts_of(arriving: torch.Tensor, rows: int) -> torch.Tensor:
     ranks, own = arriving.shape
     numbers = torch.arange(own, device=arriving.device).repeat(ranks)
     found = numbers.repeat_interleave(arriving.flatten(), output_size=rows)
-    return torch.nn.functional.pad(found, (0, 1))[:, None]
+    return torch.nn.functional.pad(found, (0, 1))
+
+
+class _Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
+
+
+def _permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Rows in another order; the backward pass reads rows instead of adding to them, so it is deterministic."""
+    return _Permuted.apply(rows, order, inverse)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, visits: int) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        ctx.visits = visits
+        return tokens[order // visits]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        (order,) = ctx.saved_tensors
+        places = _inverse(order)
+        return gradient[places].view(-1, ctx.visits, gradient.shape[-1]).sum(1), None, None
+
+
+def _spread(tokens: torch.Tensor, order: torch.Tensor, visits: int) -> torch.Tensor:
+    """A row for every visit of a token, in the order of experts."""
+    return _Spread.apply(tokens, order, visits)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Exchange(torch.autograd.Function):
