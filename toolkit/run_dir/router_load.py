@@ -57,6 +57,11 @@ def max_over_mean(row: Sequence[float]) -> float:
     return max(row) * len(row) / sum(row)
 
 
+def recovered(found: Mapping[str, Any] | None) -> bool:
+    """Whether routers are far from collapse: a load near the limit would otherwise be reported again and again."""
+    return not found or float(found.get("max_over_mean", 0.0)) < COLLAPSED / 2
+
+
 def advice(found: Mapping[str, Any] | None) -> str:
     """A sentence about a step's figures if routers have collapsed; empty if they have not."""
     if not found:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from toolkit.run_dir.router_load import advice
+from toolkit.run_dir.router_load import advice, recovered
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.metrics.stragglers import straggler_sentence
 from toolkit.runtime.sinks.wandb_sink import flat
@@ -75,7 +75,7 @@ class EventSink:
         if text and not self._collapsed:
             self._write("routing", record.step, text)
             self._say(f"step {record.step}: {text}")
-        self._collapsed = bool(text)
+        self._collapsed = bool(text) or (self._collapsed and not recovered(record.router))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._write("end", int(summary.get("steps", 0)), f"ended: {summary.get('status')}")
