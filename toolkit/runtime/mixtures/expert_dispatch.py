@@ -108,22 +108,27 @@ class _Dispatch:
         counts.scatter_add_(0, chosen, torch.ones_like(chosen))
         arriving = self.group.swap(counts.view(ranks, self.own))
         sent, received = exchange_sizes(counts.view(ranks, self.own), arriving, len(order))
-        rows = _exchanged(_spread(hidden_states, order, visits), sent, received, self.group, spare=1)
-        back = _exchanged(self._computed(rows, arriving)[:-1], received, sent, self.group, spare=0)
-        visited = _permuted(back, _inverse(order), order).view(tokens, visits, -1)
+        # Nested, so that no copy of all rows is held longer than the next step needs it.
+        computed = self._computed(
+            _exchanged(_spread(hidden_states, order, visits), sent, received, self.group, spare=1), arriving
+        )
+        visited = _permuted(_exchanged(computed, received, sent, self.group, spare=0), _inverse(order), order)
+        del computed
+        visited = visited.view(tokens, visits, -1)
         return (visited * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
     def _computed(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts return for rows that came rank by rank; the last row is the spare one."""
+        """What this rank's experts return for rows that came rank by rank, without the last, spare one."""
         numbers = _experts_of(arriving, len(rows) - 1)
         if not _has_grouped_products(self.module, rows.dtype):
-            return self.run(rows, numbers[:, None], rows.new_ones(len(rows), 1))
+            return self.run(rows, numbers[:, None], rows.new_ones(len(rows), 1))[:-1]
         order = numbers.argsort(stable=True)
         inverse = _inverse(order)
         sizes = arriving.sum(0)
         sizes[0] += 1
-        computed = _grouped(self.module, _permuted(rows, order, inverse), numbers[order], sizes)
-        return _permuted(computed, inverse, order)
+        placed = _permuted(rows, order, inverse)
+        del rows
+        return _permuted(_grouped(self.module, placed, numbers[order], sizes), inverse, order)[:-1]
 
 
 def _has_grouped_products(module: Any, dtype: torch.dtype) -> bool:
