@@ -36,8 +36,10 @@ _SHELL_SAFE = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
 class IslandOptions:
     """Which asynchronous islands this command starts, and where they exchange updates."""
 
-    rendezvous: tuple[str, int] | None = None
-    """Host and port of `toolkit rendezvous`; None: the update store is served by this process."""
+    rendezvous: str | None = None
+    """Address of the update store; None: a folder of the run directory."""
+    key_file: Path | None = None
+    """File with the key of that store."""
     island: int | None = None
     """The only island to start, counted from 0; None: all."""
 

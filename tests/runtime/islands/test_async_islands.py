@@ -29,10 +29,9 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_store import serve
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
+from toolkit.sessions.islands import MeetingPlace, local_store, prepare_islands, watch_islands
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.start import prepare_islands, watch_islands
 
 pytestmark = pytest.mark.slow
 
@@ -89,11 +88,12 @@ def together(recipe_mapping: dict[str, Any], tmp_path: Path) -> Together:
         )  # fmt: skip
         resolved = resolve(make_recipe(recipe_mapping, [*base, *overrides]), nproc)
         directory = resolved.write(tmp_path / "run", resuming=(tmp_path / "run").exists())
-        mailbox, text = serve("127.0.0.1", 0), io.StringIO()
-        parts = prepare_islands(resolved, directory, ("127.0.0.1", int(mailbox.port)))
-        if disturb:
-            threading.Thread(target=disturb, args=(directory,), daemon=True).start()
-        code = watch_islands(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
+        text = io.StringIO()
+        with local_store(directory) as place:
+            parts = prepare_islands(resolved, directory, place)
+            if disturb:
+                threading.Thread(target=disturb, args=(directory,), daemon=True).start()
+            code = watch_islands(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
         gather(directory, 2, "done")
         return Ended(directory, code, text.getvalue())
 
@@ -187,10 +187,11 @@ def test_who_lags_does_less(together: Together) -> None:
 
 def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
     """`toolkit mailbox`, and one island from each of two directories, as on two hosts."""
-    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0"]
+    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0", "--keys", str(tmp_path / "keys")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as mailbox:
         assert mailbox.stdout is not None
-        place = parse_address(mailbox.stdout.readline().split("--rendezvous ")[1].strip())
+        address, key = mailbox.stdout.readline().split("--rendezvous ")[1].strip().split(" --mailbox-key ")
+        place = MeetingPlace(parse_address(address), key)
         axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
         resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
         runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
@@ -206,7 +207,9 @@ def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_
     ("argv", "reason"),
     [
         (["--island", "0"], "--island and --rendezvous go together"),
-        (["--island", "0", "--mailbox", "here"], "HOST:PORT is required"),
+        (["--island", "0", "--mailbox", "here"], "--rendezvous and --mailbox-key go together"),
+        (["--island", "0", "--mailbox", "here", "--mailbox-key", "k"], "https://HOST:PORT is required"),
+        (["--island", "0", "--mailbox", "ftp://a/b", "--mailbox-key", "k"], "https://HOST:PORT is required"),
     ],
 )
 def test_bad_arguments(
