@@ -12,7 +12,8 @@ from toolkit.errors import BadInput
 from toolkit.launching import launchers
 from toolkit.launching.hostfile import Host, read_hostfile
 from toolkit.run_dir.async_islands import parse_address
-from toolkit.sessions.hosts import IslandOptions, LaunchOptions
+from toolkit.sessions.hosts import LaunchOptions
+from toolkit.sessions.islands import IslandOptions
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:

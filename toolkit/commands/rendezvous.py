@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInput("--port", f"{args.port} given; 0 to {LARGEST_PORT} is required, and 0 picks a free one")
     if not args.memory_gib > 0:
         raise BadInput("--memory-gib", f"{args.memory_gib} given; more than 0 is required")
-    from toolkit.runtime.islands.store_key import ISLANDS_KEY, make_keys
+    from toolkit.runtime.islands.store_access import ISLANDS_KEY, make_keys
 
     hosts = list(dict.fromkeys([args.bind, "127.0.0.1", "localhost", *args.host]))
     if args.init is not None:
@@ -73,7 +73,7 @@ def _serve(args: argparse.Namespace, key: Path) -> int:
         import aiohttp  # noqa: F401
     except ImportError:
         raise BadInput("--bind", "a server needs the package aiohttp: pip install 'zero-toolkit[islands]'") from None
-    from toolkit.runtime.islands.store_server import StoreServer
+    from toolkit.runtime.islands.store_access import StoreServer
 
     server = StoreServer(args.bind, args.port, args.keys, int(args.memory_gib * GIB))
 

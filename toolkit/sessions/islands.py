@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -20,13 +20,27 @@ from toolkit.launching.launchers import Command
 from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.run_dir.async_islands import Membership, furthest, gather, write_island
 from toolkit.run_dir.layout import RunDir
-from toolkit.sessions.hosts import LaunchOptions
 from toolkit.sessions.resolve import Resolved
+
+if TYPE_CHECKING:
+    from toolkit.sessions.hosts import LaunchOptions
 
 UPDATES = "updates"
 """Folder of a run directory: the store of islands that all run on this host."""
 CHECK_SECONDS = 10.0
 """How long a store may take to answer before anything is started."""
+
+
+@dataclass(frozen=True)
+class IslandOptions:
+    """Which asynchronous islands this command starts, and where they exchange updates."""
+
+    rendezvous: str | None = None
+    """Address of the update store; None: a folder of the run directory."""
+    key_file: Path | None = None
+    """File with the key of that store."""
+    island: int | None = None
+    """The only island to start, counted from 0; None: all."""
 
 
 class MeetingPlace(NamedTuple):
@@ -69,7 +83,7 @@ def start_islands(resolved: Resolved, path: Path, options: LaunchOptions, consol
 @contextlib.contextmanager
 def local_store(run: RunDir) -> Iterator[MeetingPlace]:
     """An update store for islands of this host: a private folder of the run directory, with a secret of its own."""
-    from toolkit.runtime.islands.store_key import ISLANDS_KEY, new_key
+    from toolkit.runtime.islands.store_access import ISLANDS_KEY, new_key
 
     folder = run.path / UPDATES
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
@@ -84,7 +98,7 @@ def local_store(run: RunDir) -> Iterator[MeetingPlace]:
 def check_store(meeting: MeetingPlace, resolved: Resolved) -> None:
     """Refuse a store that can't be reached, does not know the secret, or belongs to islands of another recipe."""
     from toolkit.runtime.islands.signed_store import SignedStore
-    from toolkit.runtime.islands.store_key import read_key
+    from toolkit.runtime.islands.store_access import read_key
     from toolkit.runtime.islands.transports import open_transport
 
     key = read_key(meeting.key_file)

@@ -26,7 +26,7 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_join import Joined, ask_to_redo, join, next_round
+from toolkit.runtime.islands.async_join import Joined, join, next_round
 from toolkit.runtime.islands.async_store import Snapshot, Update, UpdateStore
 from toolkit.runtime.islands.async_transfer import BackgroundTransfer
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
@@ -71,6 +71,7 @@ class AsyncIslandEngine:
         self._state = AsyncIslandState(inner.state, self._masters, self._codec)
         self.dropped = [0] * membership.islands
         """Updates of each island that were not applied because a check failed."""
+        self._dropped_rounds: set[int] = set()
         self._run_is_over = False
         self._rounds_done = 0
         self._round = 0
@@ -200,11 +201,13 @@ class AsyncIslandEngine:
         return [self._island, self._joined.incarnation]
 
     def _orphans(self) -> list[int]:
-        """Unfinished rounds of islands that have left."""
+        """Unfinished rounds of islands that have left, and rounds whose updates were dropped."""
         others = [island for island in range(self._membership.islands) if island != self._island]
         left = [i for i in others if self._transfer.has_left(i, self._store.beat(i))]
-        found = [self._store.read(f"open/{island}") for island in left]
-        return [int(number) for number in found if number is not None and number not in self._state.completed]
+        found = {self._store.read(f"open/{island}") for island in left}
+        in_work = {self._store.read(f"open/{island}") for island in others if island not in left}
+        found |= self._dropped_rounds - in_work
+        return sorted(number for number in found if number is not None and number not in self._state.completed)
 
     def _total_updates(self) -> int:
         return sum(self._store.num_updates(island) for island in range(self._membership.islands))
@@ -272,9 +275,8 @@ class AsyncIslandEngine:
             self.dropped[update.island] += 1
             if problem:
                 print(f"update {update.serial} of island {update.island} is dropped: {problem}", flush=True)
-            valid = 0 <= update.round < self._num_rounds and update.round not in self._state.completed
-            if self._is_first_rank and valid and self._store.first(f"redone/{update.island}/{update.serial}"):
-                ask_to_redo(self._store, update.round)
+            if 0 <= update.round < self._num_rounds:
+                self._dropped_rounds.add(update.round)
         return accepted
 
     def _problem(self, update: Update, rounds: set[int]) -> str:

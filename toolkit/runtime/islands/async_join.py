@@ -148,7 +148,7 @@ class JoinProtocol:
 
     def _server_is_lost(self, request: int) -> bool:
         """Whether an island has promised the snapshot but does not deliver it in time."""
-        if self._served_at is None and self._store.number(f"served/{request}"):
+        if self._served_at is None and self._store.exists(f"served/{request}"):
             self._served_at = time.monotonic()
         return self._served_at is not None and time.monotonic() - self._served_at > DELIVERY_SECONDS
 

@@ -16,7 +16,7 @@ import torch
 
 from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.islands.signed_store import SignedStore
-from toolkit.runtime.islands.store_key import read_key
+from toolkit.runtime.islands.store_access import read_key
 from toolkit.runtime.islands.transports import open_transport
 
 PIECE_BYTES = 4 << 20
@@ -59,9 +59,8 @@ class UpdateStore:
         self._membership, self._rank, self._ranks = membership, rank, ranks
         key = read_key(membership.key_file)
         self._store = SignedStore(open_transport(membership.address, key), key)
-        self.number, self.first, self.write, self.read = (
-            self._store.number, self._store.first, self._store.write, self._store.read,
-        )  # fmt: skip
+        self.number, self.first, self.exists = self._store.number, self._store.first, self._store.exists
+        self.write, self.read = self._store.write, self._store.read
 
     @property
     def rejected(self) -> int:

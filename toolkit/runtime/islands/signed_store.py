@@ -15,13 +15,11 @@ import time
 from collections import Counter
 from typing import Any
 
-from toolkit.runtime.islands.store_key import StoreKey
-from toolkit.runtime.islands.transports import LARGEST_BYTES, Transport
+from toolkit.runtime.islands.store_access import StoreKey
+from toolkit.runtime.islands.transports import Transport
 
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 _HEAD = struct.Struct(">Q")
-MOST_CONTENT_BYTES = LARGEST_BYTES - _SIGNATURE_BYTES - _HEAD.size
-"""Largest content of one value."""
 
 
 class SignedStore:
@@ -92,6 +90,10 @@ class SignedStore:
             count += 1
         self._known[key] = count
         return count
+
+    def exists(self, key: str) -> bool:
+        """Whether a key holds a value of this run."""
+        return self.get(key) is not None
 
     def first(self, key: str) -> bool:
         """Whether this is the first call with this key, over all islands."""

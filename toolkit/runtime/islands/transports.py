@@ -18,14 +18,11 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from toolkit.errors import BadInput, RankFailed
-from toolkit.runtime.islands.store_key import StoreKey, access_token
+from toolkit.runtime.islands.store_access import ACCESS, LARGEST_BYTES, StoreKey, access_token
 
-LARGEST_BYTES = 8 << 20
-"""Largest value; more is refused before it is read."""
 PATIENCE_SECONDS = 60.0
 """How long a store that does not answer is asked again."""
 PAUSE_SECONDS = 0.5
-ACCESS = "Bearer "
 
 Found = TypeVar("Found")
 
