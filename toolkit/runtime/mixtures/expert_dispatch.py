@@ -154,7 +154,7 @@ def _grouped(module: Any, rows: torch.Tensor, numbers: torch.Tensor, sizes: torc
     inner = linear(rows, up)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     found = linear(inner, "down_proj")
-    return module.post_expert_norm(found) if module.has_post_expert_norm else found  # type: ignore[no-any-return]
+    return module.post_expert_norm(found) if module.has_post_expert_norm else found
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
