@@ -248,7 +248,9 @@ def traffic_bytes(e: Execution) -> dict[str, float]:
     again, passes = e.recompute.traffic, e.layers_per_stage * e.grad_accum
     hidden = e.element_bytes * e.slice.tokens * e.model.hidden
     heads = (2 * e.model.heads + 2 * max(e.model.kv_heads, e.sp)) * e.model.head_dim / e.tp
+    visits = passes * e.model.moe_layers / e.model.layers * e.model.experts_per_token
     return {
+        "ep": visits * 2 * hidden * (2 + again) if e.ep > 1 else 0.0,
         "tp": passes * 2 * hidden * (2 + again) if e.tp > 1 else 0.0,
         "sp": passes * e.element_bytes * e.slice.tokens * heads * (2 + again) if e.sp > 1 else 0.0,
         "pp": 2 * e.grad_accum * hidden / (e.tp if e.software.scattered_sends else 1) if e.pp > 1 else 0.0,
