@@ -79,6 +79,8 @@ class Plan:
     """Pipeline stages of one replica."""
     sp: int = 1
     """Sequence-parallel ranks of one replica."""
+    sequence_sharded: bool = False
+    """Whether tensor ranks hold their share of the tokens between sharded matrices, instead of all tokens."""
     ep: int = 1
     """Ranks that experts are distributed over, a subset of the data-parallel ranks."""
     zero_stage: int = 0

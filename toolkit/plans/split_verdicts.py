@@ -29,11 +29,12 @@ class Axes:
     pp: int
     sp: int
     tensor_by: str = "slices"
+    sequence_sharded: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
         """The axes of a plan; more than `MOST_STAGES` stages count as that many."""
-        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by)
+        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by, plan.sequence_sharded)
 
     @property
     def split(self) -> bool:

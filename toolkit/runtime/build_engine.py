@@ -41,12 +41,13 @@ from toolkit.runtime.models.build import (
     skeleton,
     unadapted,
 )
+from toolkit.runtime.models.decoder_layers import find_layers
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
-from toolkit.runtime.pipeline.split import analyse, find_layers
+from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients

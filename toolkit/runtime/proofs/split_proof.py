@@ -31,12 +31,13 @@ from toolkit.runtime.models.build import (
     unadapted,
     weights_of,
 )
+from toolkit.runtime.models.decoder_layers import SplitRefused, find_layers
 from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, layout_of
 from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
-from toolkit.runtime.pipeline.split import SplitRefused, analyse, find_layers
+from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
@@ -69,9 +70,13 @@ class ThreadGroup(SequenceGroup):
 
     def start_sum(self, tensor: torch.Tensor) -> Any:
         self.sum_into(tensor)
-        done: Any = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return _done()
+
+    def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return torch.stack(self.gather(tensor)), _done()
+
+    def start_scatter(self, stacked: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return self.sum(stacked)[self.index].clone(), _done()
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor)).amax(0)
@@ -89,6 +94,13 @@ class ThreadGroup(SequenceGroup):
     def give_up(self) -> None:
         """Make the waiting threads fail too."""
         self._barrier.abort()
+
+
+def _done() -> Any:
+    """What is waited for where a collective is done already."""
+    done: Any = torch.futures.Future()
+    done.set_result(None)
+    return done
 
 
 def thread_groups(ranks: int) -> list[ThreadGroup]:
@@ -169,7 +181,7 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
 def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
         groups = thread_groups(axes.tp * axes.sp)
-        parts = [_part(tiny, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
+        parts = [_part(tiny, group if axes.tp > 1 else None, axes, kind) for group in groups]
         shares = [
             _share(part.pieces[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)
         ]
@@ -206,11 +218,12 @@ class _Part:
     loss: Loss = summed_loss
 
 
-def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
+def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype) -> _Part:
+    pp, shares_tokens = axes.pp, axes.sequence_sharded
     weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
     if pp == 1:
         model = emptied(hollow_model(tiny, SEED))
-        loss = _cut(tiny, model, group)
+        loss = _cut(tiny, model, group, shares_tokens=shares_tokens)
         fill(model, weights)
         return _Part([_finished(model, group, kind)], loss)
     bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
@@ -218,7 +231,8 @@ def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) ->
     stages = []
     for index in range(pp):
         model = emptied(hollow_model(tiny, SEED))
-        loss = _cut(tiny, model, group, _owned_by(split.owners, index, ADAPTED if tiny.lora else ""))
+        owned = _owned_by(split.owners, index, ADAPTED if tiny.lora else "")
+        loss = _cut(tiny, model, group, owned, shares_tokens=shares_tokens)
         stage = Stage(model, split, index, kind, loss)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
         _finished(model, group, kind)
@@ -230,12 +244,20 @@ def _owned_by(owners: Any, stage: int, prefix: str) -> Callable[[str], bool]:
     return lambda name: stage in owners[prefix + name]
 
 
-def _cut(tiny: Model, model: Any, group: TensorGroup | None, owned: Callable[[str], bool] = lambda name: True) -> Loss:
+def _cut(
+    tiny: Model,
+    model: Any,
+    group: TensorGroup | None,
+    owned: Callable[[str], bool] = lambda name: True,
+    *,
+    shares_tokens: bool,
+) -> Loss:
     """Reduce a tiny model to a tensor rank's shards, if there are several; return the loss for its logits."""
     if group is None:
         return summed_loss
     plain = skeleton(tiny) if tiny.lora else None
-    return shard(unadapted(model, tiny), group, owned, sliced_logits=follows_head(tiny), plain=plain)
+    base, sliced = unadapted(model, tiny), follows_head(tiny)
+    return shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shares_tokens)
 
 
 def _stirred(model: PreTrainedModel) -> PreTrainedModel:
