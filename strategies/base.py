@@ -64,6 +64,7 @@ class Space:
     offload: Sequence[str] = ("none",)
     recompute: Sequence[str] = RECOMPUTES
     tensor_by: Sequence[str] = ("slices",)
+    sequence_sharded: Sequence[bool] = (False,)
     islands: Sequence[int] = (1,)
     local_steps: Sequence[int] = (1,)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strategies.base import divisors
 from toolkit.plans.pipeline_bounds import bounds_problem
 from toolkit.plans.plan import Job, Refusal
+from toolkit.plans.token_shares import why_whole
 
 NODES_OF_TENSOR_PARALLEL = 2
 """Tensor parallelism across more nodes than this never pays off."""
@@ -58,6 +59,17 @@ def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
             yield Refusal(strategy, f"ep {ep} does not divide the {job.model.experts} experts")
         else:
             yield ep
+
+
+def token_shares(strategy: str, job: Job, tp: int) -> tuple[bool] | Refusal:
+    """Values of `sequence_sharded` to try: shares of tokens wherever they are possible, unless the recipe says no."""
+    fixed = job.fixed.get("sequence_sharded")
+    if tp == 1 or fixed is False:
+        return (False,)
+    reason = why_whole(job, tp)
+    if fixed and reason:
+        return Refusal(strategy, f"strategy.sequence_sharded is fixed at true; {reason}")
+    return (not reason,)
 
 
 def _asked(job: Job, axis: str, usual: list[int]) -> list[int]:

@@ -251,6 +251,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
         grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
+        residual_shards=plan.sequence_sharded,
         recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2,
         emulated=plan.precision == "bf16" and not job.cluster.device.flash_attention,

@@ -249,7 +249,7 @@ def _memory_key(plan: Plan) -> tuple[Any, ...]:
     return (
         plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.ep, plan.zero_stage, plan.zero_group,
         plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.grad_accum > 1,
-        plan.recompute,
+        plan.sequence_sharded, plan.recompute,
     )  # fmt: skip
 
 

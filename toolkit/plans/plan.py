@@ -128,6 +128,8 @@ class Plan:
             axes.append(f"ZeRO {self.zero_stage}")
         if self.pipeline_bounds:
             axes.append(f"layers {'-'.join(map(str, self.pipeline_bounds))}")
+        if self.sequence_sharded:
+            axes.append("token shares")
         if self.tensor_by != "slices":
             axes.append("AutoTP")
         if self.zero_variant != "plain":

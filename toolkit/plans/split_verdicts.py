@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +57,28 @@ class Proofs:
         self._file.put(_key(config, section, axes), verdict)
 
 
-def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:
-    """The proposals; plans whose split is known to be wrong become refusals."""
+def judged(
+    proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None], fixed: Collection[str] = ()
+) -> Iterator[Plan | Refusal]:
+    """The proposals; plans whose split is known to be wrong become refusals.
+
+    If shares of tokens are wrong, the same plan with complete residuals follows, unless the recipe has `fixed` that.
+    """
     known: dict[Axes, Verdict | None] = {}
     for proposal in proposals:
-        if isinstance(proposal, Plan) and Axes.of(proposal).split:
+        while isinstance(proposal, Plan) and Axes.of(proposal).split:
             axes = Axes.of(proposal)
             if axes not in known:
                 known[axes] = verdict(axes)
             found = known[axes]
-            if found is not None and not found.ok:
-                yield Refusal(proposal.strategy, found.reason, proposal)
-                continue
+            if found is None or found.ok:
+                break
+            refused = Refusal(proposal.strategy, found.reason, proposal)
+            if not proposal.sequence_sharded or "sequence_sharded" in fixed:
+                proposal = refused
+                break
+            yield refused
+            proposal = replace(proposal, sequence_sharded=False)
         yield proposal
 
 

@@ -210,6 +210,9 @@ class StrategySection:
     """Pipeline stages."""
     sp: int | None = number(None, least=1)
     """Sequence-parallel ranks."""
+    sequence_sharded: bool | None = None
+    """Whether tensor ranks hold their share of the tokens between sharded matrices (Megatron's sequence parallel);
+    default: wherever the float64 proof of the model's type allows it."""
     ep: int | None = number(None, least=1)
     """Expert-parallel ranks."""
     zero_stage: Literal[0, 1, 2, 3] | None = None
