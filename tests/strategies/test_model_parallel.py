@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,34 @@ def test_a_sequence_that_does_not_divide_is_refused(recipe: Path, capsys: pytest
     override = "strategy={name: sequence_parallel, sp: 2}"
     assert main(["plan", str(recipe), override, "data.seq_len=31", "--nproc", "2"]) == 3
     assert "sp 2 does not divide sequences of 31 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "shared", "words"),
+    [
+        ("data.seq_len=64", True, ""),
+        ("strategy.sequence_sharded=false", False, ""),
+        ("data.seq_len=63", False, "residuals of all tokens: tp 2 does not divide rows of 63 tokens"),
+        ("model.compile=layers", False, "residuals of all tokens: compiled layers have not been tried"),
+    ],
+)
+def test_tensor_ranks_share_tokens_where_they_can(
+    recipe: Path, override: str, shared: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["strategy.name=tensor_parallel", "strategy.tp=2", override]
+    assert main(["plan", str(recipe), *fixed, "--nproc", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["sequence_sharded"] is shared
+    assert main(["plan", str(recipe), *fixed, "--nproc", "2"]) == 0
+    shown = capsys.readouterr()
+    assert words in " ".join((shown.out + shown.err).split())
+
+
+def test_shares_of_tokens_that_are_asked_for_and_impossible_are_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["strategy.name=tensor_parallel", "strategy.tp=2", "strategy.sequence_sharded=true", "data.seq_len=63"]
+    assert main(["plan", str(recipe), *asked, "--nproc", "2"]) == 3
+    assert "tp 2 does not divide rows of 63 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])

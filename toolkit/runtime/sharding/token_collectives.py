@@ -116,9 +116,10 @@ def whole_tokens(share: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def own_tokens(whole: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """This rank's share."""
+    """This rank's share, as a copy: a view would keep all tokens alive."""
     _check(whole, group.ranks)
-    return whole.chunk(group.ranks, _dim(whole))[group.index].contiguous()
+    share = whole.chunk(group.ranks, _dim(whole))[group.index]
+    return share.clone(memory_format=torch.contiguous_format)
 
 
 def sum_tokens(whole: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -136,7 +137,9 @@ def _dim(tensor: torch.Tensor) -> int:
 def _check(whole: torch.Tensor, ranks: int) -> None:
     tokens = whole.shape[_dim(whole)]
     if tokens % ranks:
-        raise ValueError(f"{tokens} tokens can't be shared by {ranks} tensor ranks; set strategy.sequence_sharded=false")
+        raise ValueError(
+            f"{tokens} tokens can't be shared by {ranks} tensor ranks; set strategy.sequence_sharded=false"
+        )
 
 
 def _stacked(whole: torch.Tensor, ranks: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Token shards between tensor-parallel regions (Megatron's sequence parallel), over the styles of tensor parallel.
 
-Where the first decoder layer is entered each rank takes its share of the tokens; where the last one is left the shares
-are gathered. In between, the children of a layer are of three kinds:
+Where the first decoder layer is entered each rank takes its share of the tokens; after the last one, and the norm that
+follows it, the shares are gathered. In between, the children of a layer are of three kinds:
 
 - *per token* (norms, activations, dropout): they run on the share, and gradients of their weights are summed.
 - *fused*: tokens are gathered at the entrance, and row matrices reduce-scatter what they would sum.
@@ -14,6 +14,7 @@ for; they keep complete residuals.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.token_collectives import cut_tokens, enter_tokens, join_tokens
 
 COLUMNS = ("colwise", "packed_colwise", "packed3_colwise")
+NORM = "norm"
+"""Part of the names of norms' classes."""
 FUSED = {*COLUMNS, "rowwise", "replicated_with_grad_allreduce"}
 """Styles that a fused block may have."""
 
@@ -45,7 +48,10 @@ def share_tokens(
             for key, _ in layer.named_children():
                 blocks.share(f"{name}.{number}.{key}")
     _enter_at(layers[0], group)
-    _leave_at(layers[-1], group)
+    norm = _final_norm(model.get_submodule(name.rpartition(".")[0]), layers)
+    if norm is not None:
+        _sum_gradients(norm.parameters(), name)
+    _leave_at(layers[-1] if norm is None else norm, group)
 
 
 class _Blocks:
@@ -108,6 +114,13 @@ class _Blocks:
                 styles.wrap(adapter, styles.reader_of_shares(adapter))
         if any(style in COLUMNS for style in own.values()):
             _enter(self._modules[name], self._group, least_dims=2 if name in own else 3)
+
+
+def _final_norm(parent: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module | None:
+    """The norm beside the layers that comes after them; its fp32 copies of all tokens would be the peak of a step."""
+    after = [*itertools.dropwhile(lambda child: child is not layers, parent.children())][1:]
+    norms = [one for one in after if NORM in type(one).__name__.lower() and not list(one.children())]
+    return norms[0] if len(norms) == 1 else None
 
 
 Adapters = dict[str, list[torch.nn.Module]]
