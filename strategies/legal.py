@@ -52,6 +52,24 @@ def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
             yield sp
 
 
+LEAST_RING_TOKENS = 2048
+"""Tokens of a ring rank below which passing keys and values on takes longer than attention."""
+
+
+def ring_sizes(strategy: str, job: Job, sp: int) -> Iterator[int | Refusal]:
+    """Sizes of `cp` above 1 beside `sp` ranks: every rank holds two chunks of a sequence."""
+    tokens = job.workload.seq_len
+    usual = [size for size in divisors(job.cluster.devices // sp) if 1 < size <= tokens // sp // LEAST_RING_TOKENS]
+    for cp in _asked(job, "cp", usual):
+        if tokens % (2 * cp * sp):
+            unit = 2 * cp * sp
+            near = tokens // unit * unit or unit
+            what = f"2·cp·sp = {unit} does not divide sequences of {tokens} tokens; use data.seq_len {near}"
+            yield Refusal(strategy, f"cp {cp}: {what}")
+        else:
+            yield cp
+
+
 def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
     """Sizes of `ep` above 1: every rank gets the same number of experts."""
     for ep in _asked(job, "ep", [size for size in divisors(job.cluster.devices) if 1 < size <= job.model.experts]):

@@ -245,9 +245,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
-        ep=plan.ep, stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
+        cp=plan.cp, ep=plan.ep, stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
-        zero_group=plan.zero_group * (plan.sp if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp
+        zero_group=plan.zero_group * (plan.token_parts if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp × cp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
         grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",

@@ -26,7 +26,7 @@ class RecipeRule:
 
 RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.train.objective is not None and plan.sp > 1,
+        forbids=lambda recipe, plan: recipe.train.objective is not None and plan.token_parts > 1,
         reason="train.objective {recipe.train.objective} sums over complete answers, and sequence parallel cuts them; "
         "use data_parallel, zero, tensor_parallel, pipeline or hybrid",
     ),
@@ -36,7 +36,7 @@ RULES: tuple[RecipeRule, ...] = (
         "weigh their losses by tokens; use another strategy than local_sgd",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: _has_other_task(recipe) and plan.sp > 1,
+        forbids=lambda recipe, plan: _has_other_task(recipe) and plan.token_parts > 1,
         reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "
         "{recipe.model.task}",
     ),

@@ -18,6 +18,8 @@ from toolkit.verdicts import Verdict, VerdictFile, installed
 CACHE_NAME = "proofs.json"
 MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
+MOST_RING, MOST_EXCHANGES = 4, 2
+"""Ring ranks, and ranks at each place of a ring: with more, only the chunks are shorter."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
 
 
@@ -30,16 +32,19 @@ class Axes:
     sp: int
     tensor_by: str = "slices"
     sequence_sharded: bool = False
+    cp: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
-        """The axes of a plan; more than `MOST_STAGES` stages count as that many."""
-        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by, plan.sequence_sharded)
+        """The axes of a plan; more than `MOST_STAGES` stages, and rings beyond `MOST_RING`, count as that many."""
+        sp = min(plan.sp, MOST_EXCHANGES) if plan.cp > 1 else plan.sp
+        stages, ring = min(plan.pp, MOST_STAGES), min(plan.cp, MOST_RING)
+        return cls(plan.tp, stages, sp, plan.tensor_by, plan.sequence_sharded, ring)
 
     @property
     def split(self) -> bool:
         """Whether the model is split at all."""
-        return self.tp * self.pp * self.sp > 1
+        return self.tp * self.pp * self.sp * self.cp > 1
 
 
 class Proofs:

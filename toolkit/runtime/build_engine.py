@@ -50,6 +50,7 @@ from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
 from toolkit.runtime.sharding.styles import is_wrapped
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceShare
@@ -130,11 +131,12 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
         parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss)
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
         return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
-    if spec.plan.sp == 1:
+    if spec.plan.token_parts == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss)
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
-    share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
+    ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
+    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp), ring)
     share.install(model)
     parts = ReplicaParts(slice_batch=share.slice_batch, loss=loss)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)

@@ -40,6 +40,7 @@ from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
 from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
@@ -101,6 +102,23 @@ def _done() -> Any:
     done: Any = torch.futures.Future()
     done.set_result(None)
     return done
+
+
+class ThreadRing(RingGroup):
+    """Ring ranks as threads of one process."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        super().__init__(None, group.index, range(group.ranks))
+        self.group = group
+
+    def start(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        return self.group.gather(tensor)[self.index - 1], []
+
+
+def _sequence_places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup]]:
+    """For each sequence rank the group that it exchanges heads with, and its ring."""
+    rings = [thread_groups(axes.cp) for _ in range(axes.sp)]
+    return [(group, rings[group.index][place]) for place in range(axes.cp) for group in thread_groups(axes.sp)]
 
 
 def thread_groups(ranks: int) -> list[ThreadGroup]:
@@ -180,20 +198,21 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
 
 def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
-        groups = thread_groups(axes.tp * axes.sp)
-        parts = [_part(tiny, group if axes.tp > 1 else None, axes, kind) for group in groups]
+        by_tokens = axes.sp * axes.cp > 1
+        groups = _sequence_places(axes) if by_tokens else [(group,) for group in thread_groups(axes.tp)]
+        parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind) for group in groups]
         shares = [
-            _share(part.pieces[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)
+            _share(part.pieces[0], *group) if by_tokens else None for part, group in zip(parts, groups, strict=True)
         ]
         with ThreadPoolExecutor(len(groups)) as pool:
             runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
             losses = [run.result() for run in runs]
-        found = sum(losses) if axes.sp > 1 else losses[0]
+        found = sum(losses) if by_tokens else losses[0]
         padded = " on padded data" if micro.attention_mask is not None else ""
         if abs(found - loss) > TOLERANCE * abs(loss):
             return Verdict(False, f"the loss{padded} of a tiny model is {found:.6f}; unsplit it is {loss:.6f}")
         ranks = [part.pieces for part in parts]
-        together = [[piece for rank in ranks for piece in rank]] if axes.sp > 1 else ranks
+        together = [[piece for rank in ranks for piece in rank]] if by_tokens else ranks
         wrong = sorted({name for pieces in together for name in _wrong(pieces, gradients)})
         if wrong:
             names = ", ".join(wrong[:3])
@@ -203,8 +222,8 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
     return Verdict(True)
 
 
-def _share(model: PreTrainedModel, group: ThreadGroup) -> SequenceShare:
-    share = SequenceShare(group)
+def _share(model: PreTrainedModel, group: ThreadGroup, ring: ThreadGroup) -> SequenceShare:
+    share = SequenceShare(group, ThreadRing(ring) if ring.ranks > 1 else None)
     share.install(model)
     return share
 
@@ -284,7 +303,7 @@ def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
     return model.to(kind).train()
 
 
-def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
+def _run(part: _Part, share: SequenceShare | None, groups: Sequence[ThreadGroup], micro: MicroBatch) -> float:
     try:
         micro = share.slice_batch(micro) if share else micro
         if not isinstance(part.pieces[0], Stage):
@@ -298,7 +317,8 @@ def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: Mi
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
     except BaseException:
-        group.give_up()
+        for group in groups:
+            group.give_up()
         raise
 
 

@@ -127,7 +127,7 @@ def _lengths(spec: RehearsalSpec) -> set[int]:
     """Lengths of a row, of its documents, of a rank's part of it and of all rows, but for sizes of the model itself."""
     if spec.rows == "image":
         return set()
-    rows = [spec.seq_len, spec.seq_len // spec.plan.sp, *_row_lengths(spec)]
+    rows = [spec.seq_len, spec.seq_len // spec.plan.token_parts, *_row_lengths(spec)]
     config = load_config(spec.model).get_text_config()
     own = {size for parameter in skeleton(spec.model).parameters() for size in parameter.shape}
     own |= {getattr(config, name, None) or 0 for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}
