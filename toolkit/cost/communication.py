@@ -260,7 +260,7 @@ def traffic_bytes(e: Execution) -> dict[str, float]:
 
 def _ring_bytes(e: Execution) -> float:
     """Bytes per layer that a ring rank sends to its neighbour and receives from the other one."""
-    keys = 2 * e.slice.tokens * e.model.kv_heads * e.model.head_dim / e.sp / e.tp
+    keys = 2 * e.slice.tokens * max(e.model.kv_heads, e.sp) * e.model.head_dim / e.tp
     rounds = (e.cp - 1) * (2 + e.recompute.attention)
     return 2 * keys * (rounds * e.element_bytes + e.cp * 4)
 

@@ -35,13 +35,13 @@ from toolkit.runtime.models.build import (
     check_same_weights,
     emptied,
     fill,
+    find_layers,
     freed_at_once,
     hollow_model,
     open_skeleton,
     skeleton,
     unadapted,
 )
-from toolkit.runtime.models.decoder_layers import find_layers
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.preference_loss import PreferenceLoss

@@ -27,8 +27,7 @@ from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models import attention, attention_kernels
 from toolkit.runtime.models.attention import NAMES, forward
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
-from toolkit.runtime.models.build import build_model
-from toolkit.runtime.models.decoder_layers import find_layers
+from toolkit.runtime.models.build import build_model, find_layers
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure

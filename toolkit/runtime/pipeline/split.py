@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from toolkit.runtime.models.decoder_layers import SplitRefused, find_layers
+from toolkit.runtime.models.build import SplitRefused, find_layers
 from toolkit.runtime.models.parameter_shards import sites
 from toolkit.runtime.models.tiny_models import probe_inputs
 from toolkit.runtime.pipeline.boundaries import Arguments, Cut, StandIn, fill_template, hidden_of, template_of

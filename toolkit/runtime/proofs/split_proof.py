@@ -22,16 +22,17 @@ from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import (
+    SplitRefused,
     build_model,
     emptied,
     fill,
+    find_layers,
     hollow_model,
     load_config,
     skeleton,
     unadapted,
     weights_of,
 )
-from toolkit.runtime.models.decoder_layers import SplitRefused, find_layers
 from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch

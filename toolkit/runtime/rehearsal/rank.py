@@ -21,8 +21,7 @@ from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.protocol import StepResult
-from toolkit.runtime.models.build import load_config, skeleton
-from toolkit.runtime.models.decoder_layers import find_layers
+from toolkit.runtime.models.build import find_layers, load_config, skeleton
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.rehearsal import fake_device, stand_ins

@@ -19,6 +19,7 @@ import torch
 from torch.nn.functional import pad
 
 from toolkit.runtime.distributed.process_group import send_wait
+from toolkit.runtime.layers.recompute import kept_result
 from toolkit.runtime.models.documents import Documents
 
 
@@ -119,6 +120,26 @@ def ring_attention(
     return found[..., :width]
 
 
+def _turn(
+    query: torch.Tensor, pair: torch.Tensor, scale: float, ring: RingGroup, work: Work
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) of the queries over the keys and values of all ranks; the next ones come meanwhile."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    total = torch.zeros_like(query, dtype=wide)
+    lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
+    for step in range(ring.ranks):
+        coming = ring.start(pair) if step + 1 < ring.ranks else None
+        for one in work((ring.index - step) % ring.ranks):
+            at, there = (one.rows, slice(None), one.queries), (one.rows, slice(None), one.keys)
+            part, part_lse = _forward(query[at], pair[0][there], pair[1][there], one.causal, scale)
+            both = torch.logaddexp(lse[at], part_lse.to(wide))
+            total[at] *= (lse[at] - both).exp_().unsqueeze(-1)
+            total[at] += part * (part_lse - both).exp_().unsqueeze(-1)
+            lse[at] = both
+        pair = finish(coming) if coming is not None else pair
+    return total.to(query.dtype), lse
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,22 +151,8 @@ class _Ring(torch.autograd.Function):
         ring: RingGroup,
         work: Work,
     ) -> torch.Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
         query = query.contiguous()
-        total = torch.zeros_like(query, dtype=wide)
-        lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
-        pair = torch.stack([key, value])
-        for step in range(ring.ranks):
-            coming = ring.start(pair) if step + 1 < ring.ranks else None
-            for one in work((ring.index - step) % ring.ranks):
-                at, there = (one.rows, slice(None), one.queries), (one.rows, slice(None), one.keys)
-                part, part_lse = _forward(query[at], pair[0][there], pair[1][there], one.causal, scale)
-                both = torch.logaddexp(lse[at], part_lse.to(wide))
-                total[at] *= (lse[at] - both).exp_().unsqueeze(-1)
-                total[at] += part * (part_lse - both).exp_().unsqueeze(-1)
-                lse[at] = both
-            pair = finish(coming) if coming is not None else pair
-        output = total.to(query.dtype)
+        output, lse = kept_result(lambda: _turn(query, torch.stack([key, value]), scale, ring, work))
         ctx.save_for_backward(query, key, value, output, lse)
         ctx.how = scale, ring, work
         return output

@@ -146,7 +146,8 @@ def _stacked(whole: torch.Tensor, ranks: int) -> torch.Tensor:
     """(batch, tokens, width) → (ranks, batch, own tokens, width), contiguous."""
     _check(whole, ranks)
     dim = _dim(whole)
-    return whole.unflatten(dim, (ranks, -1)).movedim(dim, 0).contiguous()
+    shape = *whole.shape[:dim], ranks, -1, whole.shape[-1]
+    return whole.reshape(shape).movedim(dim, 0).contiguous()
 
 
 def _joined(stacked: torch.Tensor) -> torch.Tensor:

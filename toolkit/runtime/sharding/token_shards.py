@@ -22,7 +22,7 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from toolkit.runtime.models.decoder_layers import SplitRefused, find_layers
+from toolkit.runtime.models.build import SplitRefused, find_layers
 from toolkit.runtime.models.parameter_shards import is_partial, layout_of, mark_partial
 from toolkit.runtime.sharding import styles
 from toolkit.runtime.sharding.collectives import TensorGroup
@@ -199,7 +199,7 @@ def _enter_at(layer: torch.nn.Module, group: TensorGroup) -> None:
 
         return run
 
-    _wrap_call(layer, around)
+    wrap_call(layer, around)
 
 
 def _leave_at(layer: torch.nn.Module, group: TensorGroup) -> None:
@@ -213,11 +213,14 @@ def _leave_at(layer: torch.nn.Module, group: TensorGroup) -> None:
 
         return run
 
-    _wrap_call(layer, around)
+    wrap_call(layer, around)
 
 
-def _wrap_call(layer: torch.nn.Module, around: Callable[[styles.Forward], styles.Forward]) -> None:
-    """Wrap `__call__`, which transformers' checkpointed layers override: what is around it is not recomputed."""
+def wrap_call(layer: torch.nn.Module, around: Callable[[styles.Forward], styles.Forward]) -> None:
+    """Wrap `__call__`, which transformers' checkpointed layers override: what is around it is not recomputed.
+
+    The class becomes a subclass; parameter names and isinstance() stay as they are.
+    """
     base: Any = type(layer)
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
