@@ -31,6 +31,13 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
         ("strategy={name: pipeline, pp: 2, zero_stage: 2}", 2, "a pipeline runs with ZeRO 0 or 1 only"),
         ("strategy={name: pipeline, pp: 2, pipeline_bounds: [0, 2]}", 2, "2 stages need 3, e.g. [0, 1, 2]"),
         ("strategy={name: sequence_parallel, sp: 8}", 8, "sp 8 does not divide the 4 attention heads"),
+        (
+            "strategy={name: sequence_parallel, cp: 3}",
+            3,
+            "2·cp·sp = 6 does not divide sequences of 32 tokens; use data.seq_len 30",
+        ),
+        ("strategy={name: sequence_parallel, cp: 2, sp: 2}", 2, "tp·pp·sp·cp = 4 does not divide the 2 devices"),
+        ("strategy={name: hybrid, tp: 2, pp: 2, cp: 2}", 8, "strategy.cp is fixed at 2; hybrid offers 1"),
         ("strategy={name: expert_parallel, ep: 2}", 2, "llama has no experts to spread"),
         ("strategy={name: hybrid, tp: 2, pp: 4}", 8, "4 stages need at least 4 layers"),
         ("strategy={name: hybrid, tp: 2, sp: 2}", 4, "sequence parallel runs with data parallel and ZeRO only"),
