@@ -71,8 +71,7 @@ def judged(
     """
     known: dict[Axes, Verdict | None] = {}
     for proposal in proposals:
-        while isinstance(proposal, Plan) and Axes.of(proposal).split:
-            axes = Axes.of(proposal)
+        while isinstance(proposal, Plan) and (axes := Axes.of(proposal)).split:
             if axes not in known:
                 known[axes] = verdict(axes)
             found = known[axes]
