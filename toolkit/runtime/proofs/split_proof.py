@@ -207,6 +207,9 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
         ]
         with ThreadPoolExecutor(len(groups)) as pool:
             runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
+            errors = [error for run in runs if (error := run.exception()) is not None]
+            if errors:  # ranks that waited for the one that failed have broken barriers
+                raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
             losses = [run.result() for run in runs]
         found = sum(losses) if by_tokens else losses[0]
         padded = " on padded data" if micro.attention_mask is not None else ""

@@ -117,9 +117,15 @@ class _Blocks:
 
 
 def _final_norm(parent: torch.nn.Module, layers: torch.nn.ModuleList) -> torch.nn.Module | None:
-    """The norm beside the layers that comes after them; its fp32 copies of all tokens would be the peak of a step."""
-    after = [*itertools.dropwhile(lambda child: child is not layers, parent.children())][1:]
-    norms = [one for one in after if NORM in type(one).__name__.lower() and not list(one.children())]
+    """The norm beside the layers that comes after them; its fp32 copies of all tokens would be the peak of a step.
+
+    A norm of embeddings comes before them, wherever its name stands (BART).
+    """
+    after = [*itertools.dropwhile(lambda child: child[1] is not layers, parent.named_children())][1:]
+    norms = [
+        one for name, one in after
+        if NORM in type(one).__name__.lower() and "emb" not in name and not list(one.children())
+    ]  # fmt: skip
     return norms[0] if len(norms) == 1 else None
 
 
