@@ -100,7 +100,7 @@ class ReplicaEngine:
             self._engine,
             names={p: name for name, p in named.items()},
             copies=Copies(
-                index=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
+                index=self._mesh.data * self._mesh.plan.token_parts + self._mesh.sequence,
                 count=self._mesh.token_ranks,  # sequence ranks hold full copies, as replicas do
                 by_name=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
                 saves=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
