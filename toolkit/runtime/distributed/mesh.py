@@ -55,6 +55,15 @@ class Mesh:
         self.replica_group = self._own(replicas)
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
+        whole_groups = range(plan.dp // plan.ep) if plan.ep > 1 else ()
+        experts = [ranks[first * plan.ep : (first + 1) * plan.ep] for ranks in data for first in whole_groups]
+        same = [ranks[place :: plan.ep] for ranks in data for place in range(plan.ep)] if plan.ep > 1 else []
+        if plan.ep > 1 and plan.token_parts > 1:  # they see different tokens: gradients of experts are summed over them
+            same = [sorted(rank for ranks in data for rank in ranks[place :: plan.ep]) for place in range(plan.ep)]
+        self.expert_group, self.expert_ranks = self._made(experts)
+        """Ranks that hold the experts of a layer together, and their numbers."""
+        self.same_experts_group, self.same_experts_ranks = self._made(same)
+        """Ranks that hold the same experts as this one, and their numbers."""
         self.token_host_group = self._on_hosts(data if plan.token_parts == 1 else [list(range(size))])
         """Ranks that see different tokens, for numbers in host memory."""
 
@@ -98,6 +107,11 @@ class Mesh:
             return self.data_group if self.plan.token_parts == 1 else None
         made = [(ranks, torch.distributed.new_group(list(ranks), backend="gloo")) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
+
+    def _made(self, groups: Sequence[Sequence[int]]) -> tuple[Any, list[int]]:
+        """Create all groups (every rank must), of one rank too, and return this rank's; nothing if there are none."""
+        made = [(list(ranks), dist.new_group(list(ranks))) for ranks in groups]
+        return next(((group, ranks) for ranks, group in made if self.rank in ranks), (None, []))
 
     def _own(self, groups: Sequence[Sequence[int]]) -> Any:
         """Create all groups (every rank must) and return this rank's. None if it is the world or this rank alone."""
