@@ -14,7 +14,7 @@ from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
-EXPERT_LOAD = 1.1
+EXPERT_LOAD = 1.05
 """Tokens of the busiest expert-parallel rank relative to the mean, if routers are balanced (docs/mixtures.md)."""
 COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers that exchange signs; their predicted traffic is that after `freeze_steps`."""
