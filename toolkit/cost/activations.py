@@ -67,6 +67,9 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
     residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
     inner = inner_bytes(e, shape, fused=fused) / part.tp
     scale = e.element_bytes / 2
+    if e.residual_shards and e.drops_gradients and shape.experts:
+        # Experts compute on all tokens: their gathered input, and tokens sent to them and back (rehearsed for Mixtral).
+        inner += (2 + 4 * shape.experts_per_token * (1 - 1 / part.tp)) * shape.hidden
     return tokens * (residual + inner) * scale + score_bytes(e, shape) + _adapted_expert_bytes(e, shape)
 
 

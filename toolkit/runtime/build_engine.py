@@ -297,8 +297,8 @@ def _sharded(
     base = unadapted(model, spec.model)
     reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
     plain = None if base is model else skeleton(spec.model)
-    sliced, shares_tokens = not reason or follows_head(spec.model), spec.plan.sequence_sharded
-    loss = shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shares_tokens)
+    sliced, shared = not reason or follows_head(spec.model), spec.plan.sequence_sharded
+    loss = shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shared, report=print)
     if reason or not isinstance(loss, VocabularyLoss):
         print(f"the loss is computed from logits: {reason or 'the head is not sliced by vocabulary'}")
         return loss

@@ -70,6 +70,7 @@ def shard(
     sliced_logits: bool = False,
     plain: PreTrainedModel | None = None,
     shares_tokens: bool = False,
+    report: Callable[[str], object] = lambda line: None,
 ) -> Loss:
     """Reduce a skeleton to this rank's shards and return the loss for its logits. Unowned modules stay complete.
 
@@ -98,8 +99,9 @@ def shard(
     for name in attention:
         if any(other.startswith(f"{name}.") for other in chosen):  # modules of another stage keep all heads
             _divide_heads(modules[name], group.ranks)
-    if shares_tokens:
-        share_tokens(model, chosen, group, owned)
+    if shares_tokens and (wrapped := share_tokens(model, chosen, group, owned)):
+        kinds = sorted({name.rpartition(".")[2] for name in wrapped})
+        report(f"{', '.join(kinds)} keep all tokens, not shares: they are more than pairs of matrices")
     return loss
 
 

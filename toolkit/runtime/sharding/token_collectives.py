@@ -61,7 +61,7 @@ class GatheredTokens:
     """
 
     def __init__(self, group: TensorGroup) -> None:
-        self._group = group
+        self.group = group
         self._inputs = self._weights = 0
         self._gradient: torch.Tensor | None = None
         self._sum: tuple[torch.Tensor, Any] | None = None
@@ -75,7 +75,7 @@ class GatheredTokens:
     def start(self, share: torch.Tensor) -> None:
         """A linear that needs the tokens has begun its backward pass."""
         if self._whole is None:
-            self._whole = self._group.start_gather(share)
+            self._whole = self.group.start_gather(share)
 
     def take(self) -> torch.Tensor:
         """All tokens, stacked by rank; the last linear that needs them lets them go."""
@@ -92,7 +92,7 @@ class GatheredTokens:
         self._gradient = gradient if self._gradient is None else self._gradient.add_(gradient)
         self._inputs -= 1
         if self._inputs == 0:
-            self._sum = self._group.start_scatter(_stacked(self._gradient, self._group.ranks))
+            self._sum = self.group.start_scatter(_stacked(self._gradient, self.group.ranks))
             self._gradient = None
 
     def finish(self, others: torch.Tensor | None) -> torch.Tensor | None:
@@ -100,7 +100,7 @@ class GatheredTokens:
         rest = self._gradient  # of a backward pass in which not every linear took part
         self._gradient = None
         parts = [part for part in (rest, others) if part is not None]
-        total = sum_tokens(sum(parts[1:], parts[0]), self._group) if parts else None
+        total = sum_tokens(sum(parts[1:], parts[0]), self.group) if parts else None
         if self._sum is None:
             return total
         (found, work), self._sum = self._sum, None
@@ -183,7 +183,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, share: torch.Tensor, gathered: GatheredTokens) -> torch.Tensor:
         ctx.gathered = gathered
         ctx.set_materialize_grads(False)
-        return whole_tokens(share, gathered._group)
+        return whole_tokens(share, gathered.group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:

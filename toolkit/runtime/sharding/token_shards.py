@@ -37,21 +37,25 @@ FUSED = {*COLUMNS, "rowwise", "replicated_with_grad_allreduce"}
 
 def share_tokens(
     model: PreTrainedModel, plan: Mapping[str, str], group: TensorGroup, owned: Callable[[str], bool]
-) -> None:
-    """Make the sharded layers of a model hold their share of the tokens between blocks. `plan`: style by name."""
+) -> list[str]:
+    """Make the sharded layers of a model hold their share of the tokens between blocks; return wrapped blocks' names.
+
+    `plan`: style by name. `owned`: whether this rank holds a parameter.
+    """
     name, layers = find_layers(model)
     names = {id(p): own for own, p in model.named_parameters()}
     blocks = _Blocks(dict(model.named_modules()), plan, group)
     for number, layer in enumerate(layers):
         if any(owned(names[id(parameter)]) for parameter in layer.parameters()):
-            _sum_gradients(layer.parameters(recurse=False), f"{name}.{number}")
+            _sum_gradients(layer.parameters(recurse=False))
             for key, _ in layer.named_children():
                 blocks.share(f"{name}.{number}.{key}")
     _enter_at(layers[0], group)
     norm = _final_norm(model.get_submodule(name.rpartition(".")[0]), layers)
     if norm is not None:
-        _sum_gradients(norm.parameters(), name)
+        _sum_gradients(norm.parameters())
     _leave_at(layers[-1] if norm is None else norm, group)
+    return blocks.wrapped
 
 
 class _Blocks:
@@ -59,12 +63,14 @@ class _Blocks:
 
     def __init__(self, modules: dict[str, torch.nn.Module], plan: Mapping[str, str], group: TensorGroup) -> None:
         self._modules, self._plan, self._group = modules, plan, group
+        self.wrapped: list[str] = []
+        """Names of blocks that compute on all tokens, as in plain tensor parallel."""
 
     def share(self, name: str) -> None:
         """Make a child of a layer take shares and return shares."""
         block, own = self._modules[name], self._styles(name)
         if not own and all(parameter.dim() <= 1 for parameter in block.parameters()):
-            _sum_gradients(block.parameters(), name)
+            _sum_gradients(block.parameters())
             return
         columns, rows = ({n for n, style in own.items() if style in kind} for kind in (COLUMNS, ("rowwise",)))
         others = self._others(block, own)
@@ -72,15 +78,16 @@ class _Blocks:
         flat = all(parameter.dim() <= 1 for parameter in others)
         if in_pairs and (not others or (flat and not columns)):
             self._fuse(name, own)
-            _sum_gradients(others, name)  # after the row matrix
+            _sum_gradients(others)  # after the row matrix
         elif in_pairs and flat and not any(n.rpartition(".")[0] == name for n in columns | rows):
-            _sum_gradients(block.parameters(recurse=False), name)
+            _sum_gradients(block.parameters(recurse=False))
             for key, _ in block.named_children():  # a block of blocks, with a norm in one of them (BERT)
                 self.share(f"{name}.{key}")
         elif bool(columns) != bool(rows):
             raise SplitRefused(f"{name} holds one half of a pair of matrices and can't compute on shares of tokens")
         else:
             _wrap(block, self._group)
+            self.wrapped.append(name)
 
     def _styles(self, name: str) -> dict[str, str]:
         return {n: style for n, style in self._plan.items() if n == name or n.startswith(f"{name}.")}
@@ -140,7 +147,7 @@ def _linear(module: torch.nn.Module | None) -> tuple[torch.nn.Module | None, Ada
     return module._modules["base_layer"], adapters
 
 
-def _sum_gradients(parameters: Iterable[torch.nn.Parameter], name: str) -> None:
+def _sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Each rank sees its tokens only, so gradients of these complete parameters are summed over the ranks."""
     for parameter in parameters:
         if layout_of(parameter) is None:
