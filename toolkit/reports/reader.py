@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.reports.downsample import extremes
+from toolkit.reports.curves import extremes
 from toolkit.reports.untrusted import harmless, number, numbers, text
 from toolkit.run_dir.layout import RunDir, read_json
 from toolkit.run_dir.router_load import advice
