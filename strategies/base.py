@@ -57,6 +57,7 @@ class Space:
     tp: Sequence[int] = (1,)
     pp: Sequence[int] = (1,)
     sp: Sequence[int] = (1,)
+    cp: Sequence[int] = (1,)
     ep: Sequence[int] = (1,)
     zero_stage: Sequence[int] = (0,)
     zero_variant: Sequence[str] = ("plain",)
@@ -64,6 +65,7 @@ class Space:
     offload: Sequence[str] = ("none",)
     recompute: Sequence[str] = RECOMPUTES
     tensor_by: Sequence[str] = ("slices",)
+    sequence_sharded: Sequence[bool] = (False,)
     islands: Sequence[int] = (1,)
     local_steps: Sequence[int] = (1,)
 
@@ -131,7 +133,7 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
     whether there are several.
     """
     islands = axes["islands"]
-    replica = axes["tp"] * axes["pp"] * axes["sp"] * islands
+    replica = axes["tp"] * axes["pp"] * axes["sp"] * axes["cp"] * islands
     if job.cluster.devices % replica:
         return
     dp = job.cluster.devices // replica

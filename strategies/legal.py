@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from strategies.base import divisors
 from toolkit.plans.pipeline_bounds import bounds_problem
 from toolkit.plans.plan import Job, Refusal
+from toolkit.plans.token_shares import why_whole
 
 NODES_OF_TENSOR_PARALLEL = 2
 """Tensor parallelism across more nodes than this never pays off."""
@@ -51,6 +52,24 @@ def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
             yield sp
 
 
+LEAST_RING_TOKENS = 2048
+"""Tokens of a ring rank below which passing keys and values on takes longer than attention."""
+
+
+def ring_sizes(strategy: str, job: Job, sp: int) -> Iterator[int | Refusal]:
+    """Sizes of `cp` above 1 beside `sp` ranks: every rank holds two chunks of a sequence."""
+    tokens = job.workload.seq_len
+    usual = [size for size in divisors(job.cluster.devices // sp) if 1 < size <= tokens // sp // LEAST_RING_TOKENS]
+    for cp in _asked(job, "cp", usual):
+        if tokens % (2 * cp * sp):
+            unit = 2 * cp * sp
+            near = tokens // unit * unit or unit
+            what = f"2·cp·sp = {unit} does not divide sequences of {tokens} tokens; use data.seq_len {near}"
+            yield Refusal(strategy, f"cp {cp}: {what}")
+        else:
+            yield cp
+
+
 def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
     """Sizes of `ep` above 1: every rank gets the same number of experts."""
     for ep in _asked(job, "ep", [size for size in divisors(job.cluster.devices) if 1 < size <= job.model.experts]):
@@ -58,6 +77,17 @@ def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
             yield Refusal(strategy, f"ep {ep} does not divide the {job.model.experts} experts")
         else:
             yield ep
+
+
+def token_shares(strategy: str, job: Job, tp: int) -> tuple[bool] | Refusal:
+    """Values of `sequence_sharded` to try: shares of tokens wherever they are possible, unless the recipe says no."""
+    fixed = job.fixed.get("sequence_sharded")
+    if tp == 1 or fixed is False:
+        return (False,)
+    reason = why_whole(job, tp)
+    if fixed and reason:
+        return Refusal(strategy, f"strategy.sequence_sharded is fixed at true; {reason}")
+    return (not reason,)
 
 
 def _asked(job: Job, axis: str, usual: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import tensor_sizes
+from strategies.legal import tensor_sizes, token_shares
 from toolkit.plans.plan import Job, Refusal
 
 
@@ -26,6 +26,7 @@ class TensorParallel:
         "grad_accum",
         "recompute",
         "tensor_by",
+        "sequence_sharded",
     )
     needs: str = "heads and MLP width that tp divides; fast links between the devices of a replica"
     refuses: str = "sizes that do not divide heads or MLP width"
@@ -36,13 +37,20 @@ class TensorParallel:
             if isinstance(tp, Refusal):
                 yield tp
                 continue
-            yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3), tensor_by=_ways(job)))
+            shares = token_shares(self.name, job, tp)
+            if isinstance(shares, Refusal):
+                yield shares
+                continue
+            space = Space(tp=(tp,), zero_stage=(0, 1, 2, 3), tensor_by=_ways(job), sequence_sharded=shares)
+            yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """Two ranks per replica with every ZeRO stage; four with ZeRO 0."""
+        """Two ranks per replica with every ZeRO stage; four with ZeRO 0; two with complete residuals."""
         sizes = [size for size in (2, 4) if devices % size == 0]
         cases = [(tp, stage) for tp in sizes for stage in (range(4) if tp == 2 else (0,))]
-        return {f"tensor-{tp}+zero-{stage}": {"tp": tp, "zero_stage": stage} for tp, stage in cases}
+        shared = {f"tensor-{tp}+zero-{stage}": {"tp": tp, "zero_stage": stage} for tp, stage in cases}
+        whole = {"tp": 2, "zero_stage": 1, "sequence_sharded": False}
+        return {**shared, "tensor-2+whole-residuals": whole} if sizes else {}
 
 
 def _ways(job: Job) -> tuple[str, ...]:

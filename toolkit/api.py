@@ -19,7 +19,7 @@ from toolkit.recipe.file import as_mapping, dump_recipe, load_recipe, make_recip
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.reports import plan_page
-from toolkit.reports.live_curve import LiveCurve, in_notebook
+from toolkit.reports.curves import LiveCurve, in_notebook
 from toolkit.reports.tables import show_decision
 from toolkit.resources import find_recipe
 from toolkit.run_dir import heartbeat
@@ -209,7 +209,7 @@ def _prepare_devices(planned: Planned) -> bool:
 
 def _check_expressible(plan: Plan, train: Train) -> None:
     """Raise `BadInput` for what other trainers can't do, or would do with another loss."""
-    axes = {"pp": plan.pp, "tp": plan.tp, "sp": plan.sp, "ep": plan.ep, "islands": plan.islands}
+    axes = {"pp": plan.pp, "tp": plan.tp, "sp": plan.sp, "cp": plan.cp, "ep": plan.ep, "islands": plan.islands}
     split = [f"{axis} {size}" for axis, size in axes.items() if size > 1]
     if split:
         what = f"{', '.join(split)} is supported by toolkit.train only; use that, or set strategy.name=zero"

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from benchmarks.rehearsals import MEAN_BOUND, PART_BOUND, WORST_BOUND, large_rows
-from tests.helpers.planning import GIB, LLAMA_2_7B, cluster, decoder, job
+from tests.helpers.planning import GIB, LLAMA_2_7B, LLAMA_3_8B, cluster, decoder, job
 from toolkit.clusters.devices import DEVICES
 from toolkit.cost import activations as model
 from toolkit.cost.activations import backward_bytes, kept_bytes, logit_bytes
+from toolkit.cost.communication import traffic_bytes
 from toolkit.cost.execution import of_plan
 from toolkit.cost.memory import memory
 from toolkit.plans.plan import Plan
@@ -254,3 +255,37 @@ def test_predictions_are_near_the_recorded_rehearsals() -> None:
     assert {name: one for name, one in differences.items() if one > WORST_BOUND} == {}
     parts = {(row.name, part): error for row in rows for part, error in row.part_errors.items()}
     assert {key: error for key, error in parts.items() if abs(error) > PART_BOUND} == {}
+
+
+SHARED = Plan(
+    strategy="tensor_parallel", tp=8, zero_stage=1, grad_accum=2, recompute="full", sequence_sharded=True,
+)  # fmt: skip
+LONG = job(LLAMA_3_8B, cluster("H100-SXM5-80GB"), global_batch=2, seq_len=65536)
+
+
+@pytest.mark.parametrize(("recompute", "rehearsed_mib"), [("none", 69_365), ("selective", 41_269), ("full", 22_038)])
+def test_shares_of_tokens_take_what_was_rehearsed(recompute: str, rehearsed_mib: int) -> None:
+    """`toolkit rehearse` of Llama 8B, tp 8, 65,536 tokens per micro-batch."""
+    found = memory(dataclasses.replace(SHARED, recompute=recompute), LONG)
+    assert (found.total - found.overhead) / 2**20 == pytest.approx(rehearsed_mib, rel=0.05)
+
+
+@pytest.mark.parametrize(("recompute", "bound"), [("none", 0.35), ("full", 0.25)])
+def test_shares_of_tokens_divide_activations(recompute: str, bound: float) -> None:
+    shared = dataclasses.replace(SHARED, recompute=recompute)
+    with_shares, whole = (memory(one, LONG) for one in (shared, dataclasses.replace(shared, sequence_sharded=False)))
+    assert with_shares.activations + with_shares.logits <= bound * (whole.activations + whole.logits)
+
+
+def test_gathers_and_reduce_scatters_are_those_rehearsed() -> None:
+    """516 gathers and 320 reduce-scatters of 512 MiB each, of which 4 gathers are at the ends of the model."""
+    assert traffic_bytes(of_plan(SHARED, LONG))["tp"] == (516 - 4 + 320) * 2**29
+
+
+def test_a_ring_takes_what_was_rehearsed() -> None:
+    """`toolkit rehearse` of Llama 8B at 1,048,576 tokens on 64 H100."""
+    work = job(LLAMA_3_8B, cluster("H100-SXM5-80GB", nodes=8), global_batch=1, seq_len=2**20)
+    plan = Plan(strategy="sequence_parallel", cp=8, sp=8, zero_stage=1, recompute="selective")
+    found = memory(plan, work)
+    assert (found.total - found.overhead) / 2**20 == pytest.approx(68_640, rel=0.05)
+    assert traffic_bytes(of_plan(plan, work))["cp"] == 2 * 64_424_509_440

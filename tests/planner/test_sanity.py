@@ -73,7 +73,7 @@ DENSE = (
     Sane("qwen3-32b", H100, 4, 256, 4096, {"zero_stage": 3}, "32 devices hold 512 GB of states; ZeRO 3 over fast NICs"),
     Sane("llama-3.1-70b", H100, 8, 512, 4096, {"zero_stage": 3, "tp": 1}, "70B on 64 H100: ZeRO 3 with a large batch"),
     Sane("llama-3.1-70b", A100, 16, 1024, 4096, {"zero_stage": 3, "tp": 1}, "128 A100 with 200 Gbit/s each: the same"),
-    Sane("llama-3.1-405b", H100, 2048, 2048, 8192, {"tp": 8}, "fewer sequences than devices: tensor in the node"),
+    Sane("llama-3.1-405b", H100, 2048, 2048, 8192, {"tp": 16}, "fewer sequences than devices: 1F1B of 8 stages"),
     Sane("gpt2-xl", A100, 1, 256, 1024, {"zero_stage": 1}, "1.5B: replicas"),
     Sane("gpt2", A100, 1, 512, 1024, {"tp": 1, "pp": 1}, "124M: any split would only add traffic"),
     Sane("gemma-2-9b", "H200-SXM", 1, 128, 4096, {"zero_stage": 2}, "141 GB: room for the logits of 256,000 rows"),
@@ -98,7 +98,7 @@ OTHERS = (
     Sane("llama-3.1-70b", H100, 1, 8, 2048, {"tp": 1}, "one device: 4 bits are 40 GB", per_node=1, work=QLORA),
     Sane("llama-3.1-8b", A100, 1, 8, 32768, {"sp": 8}, "32,768 tokens: split over the node, nothing is recomputed"),
     Sane("llama-3.1-8b", H100, 1, 8, 131072, {"sp": 8}, "131,072 tokens: the sequence is split over the node"),
-    Sane("llama-3.1-8b", A100, 4, 128, 4096, {"pp": 4, "strategy": "pipeline"}, "1 Gbit/s: few bytes", machines=SLOW),
+    Sane("llama-3.1-8b", A100, 4, 128, 4096, {"pp": 4}, "1 Gbit/s: few bytes", machines=SLOW),
     Sane(
         "llama-3.2-1b",
         A100,

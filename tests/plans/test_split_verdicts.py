@@ -60,3 +60,19 @@ def test_a_damaged_cache_is_ignored_with_a_line_and_made_anew(
     capsys.readouterr()
     assert Proofs(path).get(config, section, axes) == Verdict(True)
     assert capsys.readouterr().err == ""
+
+
+def test_where_shares_of_tokens_are_wrong_the_plan_follows_with_complete_residuals() -> None:
+    shared = Plan(strategy="tensor_parallel", tp=2, sequence_sharded=True)
+    whole = Plan(strategy="tensor_parallel", tp=2)
+    refused = Refusal("tensor_parallel", "mixes tokens", shared)
+
+    def verdict(axes: Axes) -> Verdict:
+        return Verdict(not axes.sequence_sharded, "mixes tokens")
+
+    assert list(judged([shared], verdict)) == [refused, whole]
+    assert list(judged([shared], verdict, fixed=("sequence_sharded",))) == [refused]
+    assert list(judged([shared], lambda axes: Verdict(False, "no"))) == [
+        Refusal("tensor_parallel", "no", shared),
+        Refusal("tensor_parallel", "no", whole),
+    ]

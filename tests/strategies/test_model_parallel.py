@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
         ("strategy={name: pipeline, pp: 2, zero_stage: 2}", 2, "a pipeline runs with ZeRO 0 or 1 only"),
         ("strategy={name: pipeline, pp: 2, pipeline_bounds: [0, 2]}", 2, "2 stages need 3, e.g. [0, 1, 2]"),
         ("strategy={name: sequence_parallel, sp: 8}", 8, "sp 8 does not divide the 4 attention heads"),
+        (
+            "strategy={name: sequence_parallel, cp: 3}",
+            3,
+            "2·cp·sp = 6 does not divide sequences of 32 tokens; use data.seq_len 30",
+        ),
+        ("strategy={name: sequence_parallel, cp: 2, sp: 2}", 2, "tp·pp·sp·cp = 4 does not divide the 2 devices"),
+        ("strategy={name: hybrid, tp: 2, pp: 2, cp: 2}", 8, "strategy.cp is fixed at 2; hybrid offers 1"),
         ("strategy={name: expert_parallel, ep: 2}", 2, "llama has no experts: it is dense"),
         ("strategy={name: hybrid, tp: 2, pp: 4}", 8, "4 stages need at least 4 layers"),
         ("strategy={name: hybrid, tp: 2, sp: 2}", 4, "sequence parallel runs with data parallel and ZeRO only"),
@@ -49,6 +57,34 @@ def test_a_sequence_that_does_not_divide_is_refused(recipe: Path, capsys: pytest
     override = "strategy={name: sequence_parallel, sp: 2}"
     assert main(["plan", str(recipe), override, "data.seq_len=31", "--nproc", "2"]) == 3
     assert "sp 2 does not divide sequences of 31 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "shared", "words"),
+    [
+        ("data.seq_len=64", True, ""),
+        ("strategy.sequence_sharded=false", False, ""),
+        ("data.seq_len=63", False, "residuals of all tokens: tp 2 does not divide rows of 63 tokens"),
+        ("model.compile=layers", False, "residuals of all tokens: compiled layers have not been tried"),
+    ],
+)
+def test_tensor_ranks_share_tokens_where_they_can(
+    recipe: Path, override: str, shared: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["strategy.name=tensor_parallel", "strategy.tp=2", override]
+    assert main(["plan", str(recipe), *fixed, "--nproc", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"]["sequence_sharded"] is shared
+    assert main(["plan", str(recipe), *fixed, "--nproc", "2"]) == 0
+    shown = capsys.readouterr()
+    assert words in " ".join((shown.out + shown.err).split())
+
+
+def test_shares_of_tokens_that_are_asked_for_and_impossible_are_refused(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["strategy.name=tensor_parallel", "strategy.tp=2", "strategy.sequence_sharded=true", "data.seq_len=63"]
+    assert main(["plan", str(recipe), *asked, "--nproc", "2"]) == 3
+    assert "tp 2 does not divide rows of 63 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])

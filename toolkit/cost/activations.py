@@ -21,6 +21,9 @@ HEAD_LIVE, NORM_LIVE = 4, 5
 one more is the gradient of the loss (rehearsed)."""
 LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 """The same on a CPU."""
+GATHERED_TOKENS = 2
+"""Tensors of all tokens, as wide as the model, when a layer with shares of tokens goes backward: the gathered input of
+its first matrices, and the gradient of it or of the layer's output (rehearsed)."""
 LIVE_INNER = 2
 """Gradients as wide as the MLP when a layer goes backward: of its inner product and of one factor (rehearsed)."""
 NORMED_QUERIES = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
@@ -64,6 +67,9 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
     residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
     inner = inner_bytes(e, shape, fused=fused) / part.tp
     scale = e.element_bytes / 2
+    if e.residual_shards and e.drops_gradients and shape.experts:
+        # Experts compute on all tokens: their gathered input, and tokens sent to them and back (rehearsed for Mixtral).
+        inner += (2 + 4 * shape.experts_per_token * (1 - 1 / part.tp)) * shape.hidden
     return tokens * (residual + inner) * scale + score_bytes(e, shape) + _adapted_expert_bytes(e, shape)
 
 
@@ -183,6 +189,8 @@ def _products(e: Execution, shape: LayerShape) -> float:
     outputs = 2 * shape.experts_per_token * shape.hidden if shape.experts else 0  # of experts, before they are summed
     sharded = 2 * (2 * q + 2 * kv + (2 if shape.gated else 1) * inner) + FLASH_STATS_BYTES * shape.heads
     tensors = 2 if e.zero_stage == 3 and e.drops_gradients else 1  # DeepSpeed's own linear layer needs the last one
+    if e.residual_shards and e.drops_gradients:
+        tensors = 0  # computed again, with its reduce-scatter
     whole = 2 * tensors * shape.hidden / e.slice.residual_parts
     return e.slice.tokens * (sharded / e.slice.tp + whole + outputs) * e.element_bytes / 2
 
@@ -207,6 +215,16 @@ def layer_input_bytes(e: Execution) -> float:
     return e.element_bytes * e.slice.tokens * e.model.hidden / e.slice.residual_parts
 
 
+def whole_tokens_bytes(e: Execution) -> float:
+    """Bytes of the hidden states of one micro-batch with the tokens of all tensor ranks."""
+    return e.element_bytes * e.slice.tokens * e.model.hidden
+
+
+def gathered_tokens_bytes(e: Execution) -> float:
+    """Bytes of gathered hidden states while a layer computes on shares of tokens; 0 with complete residuals."""
+    return GATHERED_TOKENS * whole_tokens_bytes(e) if e.residual_shards else 0.0
+
+
 def live_bytes(e: Execution) -> float:
     """Further bytes for the layer in the backward pass: gradients, recomputed activations and output."""
     if not e.drops_gradients:
@@ -218,7 +236,7 @@ def live_bytes(e: Execution) -> float:
 
 def backward_bytes(e: Execution) -> float:
     """Bytes beyond kept ones while a layer goes backward on an accelerator: recomputed tensors, and gradients."""
-    return _recomputed(e) + LIVE_INNER * _inner_gradient(e)
+    return _recomputed(e) + LIVE_INNER * _inner_gradient(e) + gathered_tokens_bytes(e)
 
 
 def adapted_bytes(e: Execution) -> float:

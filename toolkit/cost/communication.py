@@ -53,7 +53,8 @@ def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
         ring = gather(keys * e.cp, where, e.cluster, cal)
         again = 1 + e.recompute.attention
         total += exposed(cost.forward.attention, ring, cal, where) * again
-        total += exposed(cost.backward.attention, 2 * ring, cal, where)
+        back = 3 if e.drops_gradients and e.element_bytes == 2 else 2  # gradients travel in fp32
+        total += exposed(cost.backward.attention, back * ring, cal, where)
     if e.sp > 1:
         where = group(e.cluster, e.sp, e.tp)
         heads = (2 * model.heads + 2 * max(model.kv_heads, e.sp)) * model.head_dim / e.tp
@@ -249,13 +250,24 @@ def traffic_bytes(e: Execution) -> dict[str, float]:
     hidden = e.element_bytes * e.slice.tokens * e.model.hidden
     heads = (2 * e.model.heads + 2 * max(e.model.kv_heads, e.sp)) * e.model.head_dim / e.tp
     visits = passes * e.model.moe_layers / e.model.layers * e.model.experts_per_token
+    reduced = 2 * (2 + again)  # all-reduces per layer
+    if e.residual_shards:  # gathers and reduce-scatters; a repetition ends before the last of them
+        reduced = 10 + 3 * math.ceil(again)
     return {
         "ep": visits * 2 * hidden * (2 + again) if e.ep > 1 else 0.0,
-        "tp": passes * 2 * hidden * (2 + again) if e.tp > 1 else 0.0,
+        "tp": passes * reduced * hidden if e.tp > 1 else 0.0,
         "sp": passes * e.element_bytes * e.slice.tokens * heads * (2 + again) if e.sp > 1 else 0.0,
+        "cp": _ring_bytes(e) * passes if e.cp > 1 else 0.0,
         "pp": 2 * e.grad_accum * hidden / (e.tp if e.software.scattered_sends else 1) if e.pp > 1 else 0.0,
         "dp": _replica_bytes(e) if e.replicas > 1 else 0.0,
     }
+
+
+def _ring_bytes(e: Execution) -> float:
+    """Bytes per layer that a ring rank sends to its neighbour and receives from the other one."""
+    keys = 2 * e.slice.tokens * max(e.model.kv_heads, e.sp) * e.model.head_dim / e.tp
+    rounds = (e.cp - 1) * (2 + e.recompute.attention)
+    return 2 * keys * (rounds * e.element_bytes + e.cp * 4)
 
 
 def _replica_bytes(e: Execution) -> float:

@@ -247,14 +247,15 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
-        ep=plan.ep, experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
+        cp=plan.cp, ep=plan.ep, experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
         stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
-        zero_group=plan.zero_group * (plan.sp if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp
+        zero_group=plan.zero_group * (plan.token_parts if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp × cp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
         grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
-        recompute=RECOMPUTE[plan.recompute], scores_dropped=plan.recompute == "selective",
+        residual_shards=plan.sequence_sharded,
+        recompute=_recompute(plan, job.model), scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2,
         emulated=plan.precision == "bf16" and not job.cluster.device.flash_attention,
         reduces_every_micro_batch=plan.zero_stage >= 2,
@@ -266,6 +267,23 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         exchange_states=work.exchange_states,
         quantized_base=work.quantized_base,
     )  # fmt: skip
+
+
+def _recompute(plan: Plan, model: ModelSpec) -> Recompute:
+    """What a plan's backward pass recomputes.
+
+    With shares of tokens, selective layers gather their inputs again, and repeat the product after attention: of its
+    reduce-scatter only a share would be kept.
+    """
+    found = RECOMPUTE[plan.recompute]
+    if not plan.sequence_sharded or not found.keeps_products:
+        return found
+    projection = model.heads * model.head_dim * model.hidden / max(model.layer_active_params)
+    return replace(found, traffic=REPEATED_TRAFFIC, matmul=min(1.0, projection))
+
+
+REPEATED_TRAFFIC = 0.75
+"""Two gathers and one reduce-scatter, of two each in a forward pass (rehearsed)."""
 
 
 def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:

@@ -18,6 +18,7 @@ from toolkit.cost.activations import (
     loss_in_blocks,
     peak_bytes,
     reduced_bytes,
+    whole_tokens_bytes,
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
@@ -117,7 +118,7 @@ class _Step:
         # The gradients of a rank's share of experts are one buffer, made with the first of them (rehearsed).
         stand = (e.zero_stage == 3 and e.pp == 1) or e.accumulates_apart or e.grad_accum > 1 or e.ep > 1
         self.early_grads = grads if stand else 0.0  # one micro-batch: they grow as activations are freed
-        self.hidden = layer_input_bytes(e)
+        self.hidden, self.whole = layer_input_bytes(e), whole_tokens_bytes(e)
         self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.pp - 1 else 0.0
         self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * LIVE_ELEMENTS)
         self.tied = e.model.tied_embeddings and e.pp == 1
@@ -141,18 +142,19 @@ class _Step:
         e, at_head = self.e, self.ahead
         late = e.zero_stage in (1, 2) and e.pp == 1
         yield self._moment(
-            self.kept + HEAD_LIVE * self.hidden, logit_bytes(e), 0.0 if late else self.buckets, gathered=at_head
-        )
+            self.kept + (HEAD_LIVE - 1) * self.hidden + self.whole, logit_bytes(e), 0.0 if late else self.buckets,
+            gathered=at_head,
+        )  # fmt: skip
         if self.head_grad and not self.tied:
             yield self._moment(
-                self.kept + (HEAD_LIVE - 1) * self.hidden,
-                self.head_grad + self.hidden,
+                self.kept + (HEAD_LIVE - 2) * self.hidden + self.whole,
+                self.head_grad + self.whole,
                 self.buckets + self._copied(e.model.vocab * e.model.hidden / e.tp),
                 gathered=at_head,
             )
         if e.pp == 1:  # the last stage of a pipeline has freed the gradients of the logits by then
             live = self.kept + NORM_LIVE * self.hidden
-            yield self._moment(live, self.head_grad + self.hidden, self.buckets, gathered=at_head)
+            yield self._moment(live, self.head_grad + self.whole, self.buckets, gathered=at_head)
 
     def _copied(self, elements: float) -> float:
         """Bytes of copies of a gradient when it arrives: summed in fp32, or kept from being overwritten for offload."""

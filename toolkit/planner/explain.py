@@ -20,7 +20,7 @@ NOTABLE = 0.12
 WAITS = {
     "recompute": "recomputing activations",
     "tp_comm": "tensor-parallel collectives",
-    "sp_comm": "sequence- or expert-parallel exchanges",
+    "sp_comm": "sequence-, ring- or expert-parallel exchanges",
     "pp_bubble": "pipeline stages waiting",
     "pp_comm": "activations between stages",
     "dp_comm": "gradient and ZeRO traffic",
@@ -31,7 +31,7 @@ WAITS = {
 REMEDIES = {
     "recompute": "more memory would avoid it",
     "tp_comm": "a smaller tp inside one node would help",
-    "sp_comm": "a smaller sp or ep would help",
+    "sp_comm": "a smaller sp, cp or ep would help",
     "pp_bubble": "more micro-batches or fewer stages would help",
     "pp_comm": "a faster network or fewer stages would help",
     "dp_comm": "a larger batch per device or a faster network would help",

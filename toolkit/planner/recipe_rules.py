@@ -29,7 +29,7 @@ class RecipeRule:
 RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         asks=lambda recipe: recipe.train.objective is not None,
-        forbids=lambda recipe, plan: plan.sp > 1,
+        forbids=lambda recipe, plan: plan.token_parts > 1,
         reason="train.objective {recipe.train.objective} sums over complete answers, and sequence parallel cuts them; "
         "use data_parallel, zero, tensor_parallel, pipeline or hybrid",
     ),
@@ -41,7 +41,7 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         asks=lambda recipe: _has_other_task(recipe),
-        forbids=lambda recipe, plan: plan.sp > 1,
+        forbids=lambda recipe, plan: plan.token_parts > 1,
         reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "
         "{recipe.model.task}",
     ),

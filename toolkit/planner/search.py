@@ -247,9 +247,9 @@ class Search:
 def _memory_key(plan: Plan) -> tuple[Any, ...]:
     """Everything that memory depends on except the micro-batch."""
     return (
-        plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.ep, plan.zero_stage, plan.zero_group,
+        plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.cp, plan.ep, plan.zero_stage, plan.zero_group,
         plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.grad_accum > 1,
-        plan.recompute,
+        plan.sequence_sharded, plan.recompute,
     )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def _ranked(options: list[Option], objective: Callable[[Option], float]) -> list
 
 def complexity(plan: Plan) -> tuple[int, ...]:
     """Sort key: simpler plans have smaller ones."""
-    axes = sum(axis > 1 for axis in (plan.tp, plan.pp, plan.sp, plan.ep, plan.islands))
+    axes = sum(axis > 1 for axis in (plan.tp, plan.pp, plan.sp, plan.cp, plan.ep, plan.islands))
     extras = (plan.offload != "none") + (plan.zero_variant != "plain") + (plan.zero_quantized != "none")
     return (axes, extras, RECOMPUTES.index(plan.recompute), plan.zero_stage, plan.grad_accum)
 

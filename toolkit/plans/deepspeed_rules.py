@@ -47,8 +47,20 @@ RULES: tuple[Rule, ...] = (
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
     ),
     Rule(
-        forbids=lambda plan, job: plan.sp > 1 and plan.tp * plan.pp > 1,
+        forbids=lambda plan, job: plan.token_parts > 1 and plan.tp * plan.pp > 1,
         reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.cp > 1 and 0 < job.model.window < job.workload.seq_len,
+        reason="ring attention has no windows: what a window cuts off is no rectangle; use sp",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.cp > 1 and plan.precision == "fp32" and job.cluster.device.backend != "cpu",
+        reason="ring attention uses torch's flash kernels, which on accelerators take bf16 and fp16 only; use sp",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.cp > 1,
+        reason="expert parallel with ring attention is not proven; use sp",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.model.experts % plan.ep > 0,
@@ -196,7 +208,9 @@ RULES: tuple[Rule, ...] = (
         "gain; use ZeRO 0 to 2, or model.compile: none",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.compiled and (plan.sp * plan.ep > 1 or plan.tensor_by == "autotp"),
+        forbids=lambda plan, job: (
+            job.workload.compiled and (plan.token_parts * plan.ep > 1 or plan.tensor_by == "autotp")
+        ),
         reason="torch.compile has not been tried around the exchanges of sequence and expert parallel and of AutoTP; "
         "use data, ZeRO, tensor or pipeline parallel, or model.compile: none",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -82,9 +83,11 @@ def _problems(job: Job) -> list[Problem]:
         problems.append(
             Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}")
         )
-    devices = job.fixed.get("tp", 1) * job.fixed.get("pp", 1) * job.fixed.get("sp", 1)
+    devices = math.prod(job.fixed.get(axis, 1) for axis in ("tp", "pp", "sp", "cp"))
     if job.cluster.devices % devices:
-        problems.append(Problem("strategy", f"tp·pp·sp = {devices} does not divide the {job.cluster.devices} devices"))
+        problems.append(
+            Problem("strategy", f"tp·pp·sp·cp = {devices} does not divide the {job.cluster.devices} devices")
+        )
     return [*problems, *_expert_problems(job)]
 
 

@@ -42,7 +42,7 @@ class NoiseScale:
 
 def tells_noise(plan: Plan) -> bool:
     """Whether a plan sees gradients of two batch sizes: unsplit models and several micro-batches per step."""
-    unsplit = plan.tp * plan.pp * plan.sp * plan.ep * plan.islands == 1
+    unsplit = plan.tp * plan.pp * plan.token_parts * plan.ep * plan.islands == 1
     return unsplit and plan.global_batch > plan.micro_batch
 
 

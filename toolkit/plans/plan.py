@@ -70,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One way to run a job: `dp·tp·pp·sp = devices`, `micro_batch·grad_accum·dp = global_batch`."""
+    """One way to run a job: `dp·tp·pp·sp·cp = devices`, `micro_batch·grad_accum·dp = global_batch`."""
 
     strategy: str
     """Name in the registry."""
@@ -82,6 +82,10 @@ class Plan:
     """Pipeline stages of one replica."""
     sp: int = 1
     """Sequence-parallel ranks of one replica."""
+    cp: int = 1
+    """Ring-attention ranks of one replica: each holds the tokens of `sp` sequence-parallel ranks."""
+    sequence_sharded: bool = False
+    """Whether tensor ranks hold their share of the tokens between sharded matrices, instead of all tokens."""
     ep: int = 1
     """Ranks that experts are distributed over, a subset of the data-parallel ranks."""
     zero_stage: int = 0
@@ -112,9 +116,14 @@ class Plan:
     """First layer of each pipeline stage, and the number of layers; empty without a pipeline."""
 
     @property
+    def token_parts(self) -> int:
+        """Ranks that share the tokens of a sequence and hold complete models (before tensor and pipeline axes)."""
+        return self.sp * self.cp
+
+    @property
     def devices(self) -> int:
         """All devices that the plan uses."""
-        return self.islands * self.dp * self.tp * self.pp * self.sp
+        return self.islands * self.dp * self.tp * self.pp * self.token_parts
 
     @property
     def global_batch(self) -> int:
@@ -124,11 +133,15 @@ class Plan:
     def describe(self) -> str:
         """A short name for tables, e.g. `zero 3 · dp 8 · micro 2 × 4`."""
         name = f"{self.strategy} {self.zero_stage}" if self.strategy == "zero" else self.strategy
-        axes = [f"{axis} {getattr(self, axis)}" for axis in ("dp", "tp", "pp", "sp", "ep") if getattr(self, axis) > 1]
+        axes = [
+            f"{axis} {getattr(self, axis)}" for axis in ("dp", "tp", "pp", "cp", "sp", "ep") if getattr(self, axis) > 1
+        ]
         if self.strategy != "zero" and self.zero_stage:
             axes.append(f"ZeRO {self.zero_stage}")
         if self.pipeline_bounds:
             axes.append(f"layers {'-'.join(map(str, self.pipeline_bounds))}")
+        if self.sequence_sharded:
+            axes.append("token shares")
         if self.tensor_by != "slices":
             axes.append("AutoTP")
         if self.zero_variant != "plain":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from toolkit.verdicts import Verdict, VerdictFile, installed
 CACHE_NAME = "proofs.json"
 MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
+MOST_RING, MOST_EXCHANGES = 4, 2
+"""Ring ranks, and ranks at each place of a ring: with more, only the chunks are shorter."""
 MOST_EXPERT_RANKS = 2
 """How experts are found and called does not depend on how many ranks hold them."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
@@ -31,17 +33,21 @@ class Axes:
     pp: int
     sp: int
     tensor_by: str = "slices"
+    sequence_sharded: bool = False
+    cp: int = 1
     ep: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
-        """The axes of a plan; more than `MOST_STAGES` stages or `MOST_EXPERT_RANKS` count as that many."""
-        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by, min(plan.ep, MOST_EXPERT_RANKS))
+        """The axes of a plan; larger numbers of stages, ring ranks and expert ranks count as the `MOST_` of each."""
+        sp = min(plan.sp, MOST_EXCHANGES) if plan.cp > 1 else plan.sp
+        stages, ring, expert_ranks = min(plan.pp, MOST_STAGES), min(plan.cp, MOST_RING), min(plan.ep, MOST_EXPERT_RANKS)
+        return cls(plan.tp, stages, sp, plan.tensor_by, plan.sequence_sharded, ring, expert_ranks)
 
     @property
     def split(self) -> bool:
         """Whether the model is split at all."""
-        return self.tp * self.pp * self.sp * self.ep > 1
+        return self.tp * self.pp * self.sp * self.cp * self.ep > 1
 
 
 class Proofs:
@@ -59,17 +65,27 @@ class Proofs:
         self._file.put(_key(config, section, axes), verdict)
 
 
-def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None]) -> Iterator[Plan | Refusal]:
-    """The proposals; plans whose split is known to be wrong become refusals."""
+def judged(
+    proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdict | None], fixed: Collection[str] = ()
+) -> Iterator[Plan | Refusal]:
+    """The proposals; plans whose split is known to be wrong become refusals.
+
+    If shares of tokens are wrong, the same plan with complete residuals follows, unless the recipe has `fixed` that.
+    """
     known: dict[Axes, Verdict | None] = {}
     for proposal in proposals:
-        if isinstance(proposal, Plan) and (axes := Axes.of(proposal)).split:
+        while isinstance(proposal, Plan) and (axes := Axes.of(proposal)).split:
             if axes not in known:
                 known[axes] = verdict(axes)
             found = known[axes]
-            if found is not None and not found.ok:
-                yield Refusal(proposal.strategy, found.reason, proposal)
-                continue
+            if found is None or found.ok:
+                break
+            refused = Refusal(proposal.strategy, found.reason, proposal)
+            if not proposal.sequence_sharded or "sequence_sharded" in fixed:
+                proposal = refused
+                break
+            yield refused
+            proposal = replace(proposal, sequence_sharded=False)
         yield proposal
 
 

@@ -211,7 +211,12 @@ class StrategySection:
     pp: int | None = number(None, least=1)
     """Pipeline stages."""
     sp: int | None = number(None, least=1)
-    """Sequence-parallel ranks."""
+    """Sequence-parallel ranks (Ulysses): they exchange tokens for heads, so sp must divide the heads."""
+    cp: int | None = number(None, least=1)
+    """Ring-attention ranks, which pass keys and values round; with `sp`, each is a group of sp ranks."""
+    sequence_sharded: bool | None = None
+    """Whether tensor ranks hold their share of the tokens between sharded matrices (Megatron's sequence parallel);
+    default: wherever the float64 proof of the model's type allows it."""
     ep: int | None = number(None, least=1)
     """Expert-parallel ranks."""
     zero_stage: Literal[0, 1, 2, 3] | None = None

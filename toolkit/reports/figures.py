@@ -45,7 +45,7 @@ def facts(run: RecordedRun) -> dict[str, str]:
 def plan_words(run: RecordedRun) -> str:
     """Return the plan in one line."""
     plan = run.plan
-    axes = [f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp", "sp", "ep") if plan.get(axis, 1) > 1]
+    axes = [f"{axis} {plan[axis]}" for axis in ("dp", "tp", "pp", "cp", "sp", "ep") if plan.get(axis, 1) > 1]
     stage = [f"ZeRO {plan['zero_stage']}"] if plan.get("zero_stage") else []
     micro = [f"micro {plan['micro_batch']} × {plan['grad_accum']}"] if "micro_batch" in plan else []
     return " · ".join([str(plan.get("strategy", "no plan.json")), *axes, *stage, *micro])

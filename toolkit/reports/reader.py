@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.reports.downsample import extremes
+from toolkit.reports.curves import extremes
 from toolkit.reports.untrusted import harmless, number, numbers, text
 from toolkit.run_dir.layout import RunDir, read_json
 from toolkit.run_dir.router_load import advice
@@ -221,7 +221,7 @@ def _ranks(detailed: list[dict[str, Any]]) -> dict[str, dict[str, Column]]:
 
 def _plan(found: dict[str, Any]) -> dict[str, Any]:
     """Return a plan whose axes, times and sizes are numbers; others are left out."""
-    axes = ("dp", "tp", "pp", "sp", "ep", "zero_stage", "micro_batch", "grad_accum", "memory_limit_bytes")
+    axes = ("dp", "tp", "pp", "sp", "cp", "ep", "zero_stage", "micro_batch", "grad_accum", "memory_limit_bytes")
     wrong = [name for name in axes if name in found and math.isnan(number(found[name]))]
     kept = {name: value for name, value in found.items() if name not in wrong}
     if ("micro_batch" in kept) != ("grad_accum" in kept):

@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.errors import BadInput
 from toolkit.reports import figures
-from toolkit.reports.downsample import extremes, means
+from toolkit.reports.curves import extremes, means
 from toolkit.reports.reader import RecordedRun
 from toolkit.reports.template import fill
 from toolkit.run_dir.step_parts import PARTS

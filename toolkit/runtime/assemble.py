@@ -164,7 +164,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     order = dataset.order(recipe, plan.global_batch)
     last_step = num_steps(recipe, order)
     clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
-    comm = comm_timer.install(clock, plan.tp * plan.sp)
+    comm = comm_timer.install(clock, plan.tp * plan.token_parts)
     engine_spec = EngineSpec(
         model=recipe.model,
         train=recipe.train,

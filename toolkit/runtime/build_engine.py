@@ -42,6 +42,7 @@ from toolkit.runtime.models.build import (
     check_same_weights,
     emptied,
     fill,
+    find_layers,
     freed_at_once,
     hollow_model,
     open_skeleton,
@@ -53,9 +54,10 @@ from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
-from toolkit.runtime.pipeline.split import analyse, find_layers
+from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
 from toolkit.runtime.sharding.styles import is_wrapped
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceShare
@@ -141,7 +143,7 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
         parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss, routers=_routers(spec, model, mesh))
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
         return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
-    if spec.plan.sp == 1:
+    if spec.plan.token_parts == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -152,9 +154,10 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 def _sequence_slice(spec: EngineSpec, model: Any, mesh: Mesh) -> Slice:
     """Make a model attend over the tokens of all sequence ranks; this rank's tokens of a micro-batch."""
-    if spec.plan.sp == 1:
+    if spec.plan.token_parts == 1:
         return lambda micro: micro
-    share = SequenceShare(SequenceGroup(mesh.inner_group, mesh.sequence, spec.plan.sp))
+    ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
+    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp), ring)
     share.install(model)
     return share.slice_batch
 
@@ -294,7 +297,8 @@ def _sharded(
     base = unadapted(model, spec.model)
     reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
     plain = None if base is model else skeleton(spec.model)
-    loss = shard(base, group, owned, sliced_logits=not reason or follows_head(spec.model), plain=plain)
+    sliced, shared = not reason or follows_head(spec.model), spec.plan.sequence_sharded
+    loss = shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shared, report=print)
     if reason or not isinstance(loss, VocabularyLoss):
         print(f"the loss is computed from logits: {reason or 'the head is not sliced by vocabulary'}")
         return loss

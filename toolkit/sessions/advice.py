@@ -67,7 +67,7 @@ def _best(recipe: Recipe, job: Job, chosen: Option | None) -> Option | None:
     """The best plan of a changed job, with the axes of the chosen plan where there is one."""
     names = [chosen.plan.strategy] if chosen else ["zero", "hybrid"]
     if chosen is not None:
-        axes = {axis: getattr(chosen.plan, axis) for axis in ("tp", "pp", "sp", "ep")}
+        axes = {axis: getattr(chosen.plan, axis) for axis in ("tp", "pp", "sp", "cp", "ep")}
         job = replace(job, fixed={**axes, **job.fixed})
     best: Option | None = None
     for name in names:

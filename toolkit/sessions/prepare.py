@@ -165,7 +165,7 @@ def previous_num_devices(run_dir: Path) -> int | None:
     """Return the number of processes in the last plan of a run; None if its plan.json can't be read."""
     try:
         plan = json.loads(RunDir(run_dir).plan.read_text(encoding="utf-8"))
-        return int(plan["islands"] * plan["dp"] * plan["tp"] * plan["pp"] * plan["sp"])
+        return int(plan["islands"] * plan["dp"] * plan["tp"] * plan["pp"] * plan["sp"] * plan.get("cp", 1))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

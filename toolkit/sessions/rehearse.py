@@ -179,9 +179,9 @@ def rehearse(
 
 def axis_of(kind: str, ranks: Sequence[int], plan: Plan) -> str:
     """The axis of a plan that a collective is over."""
+    inside = plan.tp * plan.token_parts
     if kind in ("send", "recv"):
-        return "pp"
-    inside = plan.tp * plan.sp
+        return "pp" if plan.pp > 1 else "cp"
     if "alltoall" in kind:
         is_inside = len({rank // inside for rank in ranks}) == 1
         return "sp" if plan.sp > 1 and is_inside else "ep" if plan.ep > 1 else "other"
@@ -198,7 +198,7 @@ def choose_ranks(plan: Plan, text: str) -> list[int]:
     if text == "all":
         return list(range(plan.devices))
     if text == "roles":
-        inner = plan.tp * plan.sp
+        inner = plan.tp * plan.token_parts
         stage_size = plan.dp * inner
         places = [0, inner - 1, (plan.dp - 1) * inner]
         # The stages between the second and the last run the code of the second; only their first ranks are rehearsed.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.job import make_job, raw_config
 from toolkit.plans.plan import Job
 from toolkit.plans.split_verdicts import Axes, Proofs, judged
+from toolkit.plans.token_shares import why_whole
 from toolkit.recipe.schema import nearest
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir import layout
@@ -97,7 +98,8 @@ def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughp
     jobs = search.smaller_clusters(job) if objective == "cost" else [job]
     known = _known(recipe)
     decisions = [
-        search.decide(one, judged(keepable(recipe, strategies.propose(one, name)), known), objective) for one in jobs
+        search.decide(one, judged(keepable(recipe, strategies.propose(one, name)), known, one.fixed), objective)
+        for one in jobs
     ]
     best = search.best_of(decisions, objective)
     return Resolved(recipe=recipe, job=jobs[best], decision=decisions[best])
@@ -167,4 +169,15 @@ def plan_notes(resolved: Resolved) -> list[str]:
     about = caveats(chosen.plan, resolved.recipe.train, resolved.job.workload.balance) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
     early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
-    return [*([gain] if gain else []), *early, *about]
+    return [*([gain] if gain else []), *early, *about, *_whole_residuals(resolved)]
+
+
+def _whole_residuals(resolved: Resolved) -> Iterator[str]:
+    """Say why tensor ranks hold complete residuals, if the recipe does not ask for that."""
+    job, chosen = resolved.job, resolved.decision.chosen
+    if chosen is None or chosen.plan.tp == 1 or chosen.plan.sequence_sharded or "sequence_sharded" in job.fixed:
+        return
+    shared = replace(Axes.of(chosen.plan), sequence_sharded=True)
+    refused = (one.reason for one in resolved.decision.refused if one.plan and Axes.of(one.plan) == shared)
+    reason = why_whole(job, chosen.plan.tp) or next(refused, "")
+    yield f"every tensor rank holds the residuals of all tokens: {reason}"

@@ -16,7 +16,7 @@ STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
 VOCABULARY = 264
 """Rows of the embedding: 256 bytes, their special tokens, and a few spare ones."""
 KEPT_AXES = ("name", "zero_stage", "offload", "recompute")
-SPLIT_AXES = ("tp", "pp", "sp", "ep")
+SPLIT_AXES = ("tp", "pp", "sp", "cp", "ep")
 LARGEST_RANK = 4
 
 
@@ -51,7 +51,7 @@ def tiny_recipe(recipe: Recipe) -> Recipe:
 def processes(strategy: StrategySection) -> int:
     """Return the number of workers: the product of the axes, at least two."""
     split = 1
-    for axis in ("tp", "pp", "sp", "islands"):
+    for axis in ("tp", "pp", "sp", "cp", "islands"):
         split *= getattr(strategy, axis) or 1
     return max(2, split * (strategy.dp or 1))
 

@@ -27,10 +27,9 @@ from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models import attention, attention_kernels
 from toolkit.runtime.models.attention import NAMES, forward
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
-from toolkit.runtime.models.build import build_model
+from toolkit.runtime.models.build import build_model, find_layers
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.pipeline.split import find_layers
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 LENGTHS = (5, 7, 2, 3, 8, 3)

@@ -10,8 +10,8 @@ import torch
 from tests.helpers.parallel import ADAM, ONE, SGD, TOKENS, assert_same, model, run, train_as_rank
 from toolkit.plans.plan import Plan
 from toolkit.run_dir.trajectory import Trajectory
-from toolkit.runtime.models.build import fill, open_weights, skeleton
-from toolkit.runtime.pipeline.split import SplitRefused, analyse
+from toolkit.runtime.models.build import SplitRefused, fill, open_weights, skeleton
+from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.supervision.warm_pool import call_on_ranks

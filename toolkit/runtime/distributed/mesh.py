@@ -13,21 +13,25 @@ from toolkit.runtime.distributed.process_group import all_sum
 
 
 class Mesh:
-    """`rank = (pipe · dp + data) · inner + place`, DeepSpeed's own order; inner is the tensor or sequence axis."""
+    """`rank = (pipe · dp + data) · inner + place`, DeepSpeed's own order; `place = sequence · tp + tensor`.
+
+    Sequence ranks are `context · sp + ulysses`: rings of `cp` groups that each exchange tokens for heads.
+    """
 
     def __init__(self, plan: Plan, rank: int, size: int, local_size: int | None = None) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
-        assert plan.sp == 1 or plan.tp * plan.pp == 1, "sequence ranks hold complete models"
-        assert plan.islands == 1 or plan.tp * plan.pp * plan.sp * plan.ep == 1, "islands are data-parallel"
+        assert plan.token_parts == 1 or plan.tp * plan.pp == 1, "sequence ranks hold complete models"
+        assert plan.islands == 1 or plan.tp * plan.pp * plan.token_parts * plan.ep == 1, "islands are data-parallel"
         self.plan, self.rank, self.size = plan, rank, size
         self.local_size = local_size or size
         """Number of ranks on this host."""
-        inner = plan.tp * plan.sp
+        inner = plan.tp * plan.token_parts
         island_size = size // plan.islands
         self.island, local = divmod(rank, island_size)
         self.pipe, rest = divmod(local, plan.dp * inner)
         self.data, place = divmod(rest, inner)
-        self.tensor, self.sequence = (place, 0) if plan.tp > 1 else (0, place)
+        self.sequence, self.tensor = divmod(place, plan.tp)
+        self.context, self.ulysses = divmod(self.sequence, plan.sp)
         stages = [[(p * plan.dp + d) * inner + i for i in range(inner)] for p in range(plan.pp) for d in range(plan.dp)]
         data = [[(p * plan.dp + d) * inner + i for d in range(plan.dp)] for p in range(plan.pp) for i in range(inner)]
         replicas = [
@@ -40,6 +44,12 @@ class Mesh:
         """The ranks with this one's index in every island."""
         self.inner_group = self._own(stages)
         """Ranks that hold the shards of one stage: the tensor or the sequence axis."""
+        rings, exchanges = self._sequence_groups(size)
+        self.ring_ranks = next((ranks for ranks in rings if rank in ranks), [rank])
+        self.ring_group = self._own(rings) if plan.cp > 1 else None
+        """Ranks that pass keys and values on to one another."""
+        self.ulysses_group = self._own(exchanges) if plan.cp > 1 else self.inner_group
+        """Ranks that exchange tokens for heads."""
         self.data_group = self._own(data)
         """Ranks that hold the same shard of every replica."""
         self.replica_group = self._own(replicas)
@@ -48,16 +58,22 @@ class Mesh:
         whole_groups = range(plan.dp // plan.ep) if plan.ep > 1 else ()
         experts = [ranks[first * plan.ep : (first + 1) * plan.ep] for ranks in data for first in whole_groups]
         same = [ranks[place :: plan.ep] for ranks in data for place in range(plan.ep)] if plan.ep > 1 else []
-        if (
-            plan.ep > 1 and plan.sp > 1
-        ):  # sequence ranks see different tokens: gradients of experts are summed over them
+        if plan.ep > 1 and plan.token_parts > 1:  # they see different tokens: gradients of experts are summed over them
             same = [sorted(rank for ranks in data for rank in ranks[place :: plan.ep]) for place in range(plan.ep)]
         self.expert_group, self.expert_ranks = self._made(experts)
         """Ranks that hold the experts of a layer together, and their numbers."""
         self.same_experts_group, self.same_experts_ranks = self._made(same)
         """Ranks that hold the same experts as this one, and their numbers."""
-        self.token_host_group = self._on_hosts(data if plan.sp == 1 else [list(range(size))])
+        self.token_host_group = self._on_hosts(data if plan.token_parts == 1 else [list(range(size))])
         """Ranks that see different tokens, for numbers in host memory."""
+
+    def _sequence_groups(self, size: int) -> tuple[list[list[int]], list[list[int]]]:
+        """(rings, groups that exchange tokens for heads) of all replicas; sequence ranks hold complete models."""
+        sp, parts = self.plan.sp, self.plan.token_parts
+        firsts = range(0, size, parts) if parts > 1 else ()
+        rings = [list(range(first + one, first + parts, sp)) for first in firsts for one in range(sp)]
+        exchanges = [list(range(start, start + sp)) for start in range(0, size, sp)] if parts > 1 else []
+        return rings, exchanges
 
     def between_islands(self) -> Any:
         """A new gloo group of the ranks with this one's index in every island. Collective."""
@@ -71,13 +87,13 @@ class Mesh:
     @property
     def token_ranks(self) -> int:
         """Number of ranks that see different tokens: replicas times sequence ranks."""
-        return self.plan.dp * self.plan.sp
+        return self.plan.dp * self.plan.token_parts
 
     def sum_over_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce in place over the ranks that see different tokens."""
         if self.token_ranks == 1:
             return values
-        return all_sum(values, self.data_group if self.plan.sp == 1 else None)
+        return all_sum(values, self.data_group if self.plan.token_parts == 1 else None)
 
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce in place over the stages and tensor shards of this replica."""
@@ -88,7 +104,7 @@ class Mesh:
         if self.token_ranks == 1:
             return None
         if torch.distributed.get_backend() == "gloo":
-            return self.data_group if self.plan.sp == 1 else None
+            return self.data_group if self.plan.token_parts == 1 else None
         made = [(ranks, torch.distributed.new_group(list(ranks), backend="gloo")) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
 

@@ -103,7 +103,7 @@ class ReplicaEngine:
             self._engine,
             names={p: name for name, p in named.items()},
             copies=Copies(
-                index=self._mesh.data * self._mesh.plan.sp + self._mesh.sequence,
+                index=self._mesh.data * self._mesh.plan.token_parts + self._mesh.sequence,
                 count=self._mesh.token_ranks,  # sequence ranks hold full copies, as replicas do
                 by_name=expert_copies(named, self._mesh),
                 saves=lambda name: self._mesh.tensor == 0 or (name in named and is_tensor_slice(named[name])),

@@ -92,6 +92,28 @@ def note_sum(tensor: torch.Tensor) -> None:
         _layer.products.sums.add(tensor.untyped_storage()._cdata)
 
 
+def note_scattered() -> None:
+    """The last product of the running layer was reduce-scattered: it is not kept, since only a share of it is used."""
+    if _layer.products is not None and _layer.products.last is not None:
+        _layer.products.dropped.append(_layer.products.last)
+
+
+def kept_result(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """The result of many operators, of which a layer that recomputes selectively keeps nothing but the result."""
+    products = _layer.products
+    if products is None:
+        return compute()
+    if _layer.repeats:
+        return products.results.pop(0)
+    products.keeps = False
+    try:
+        found = compute()
+    finally:
+        products.keeps = True
+    products.results.append(tuple(tensor.detach() for tensor in found))
+    return found
+
+
 def is_summed(tensor: torch.Tensor) -> bool:
     """Whether a layer is repeated and this product is already the sum over ranks: it must not be summed again."""
     products = _layer.products
@@ -111,6 +133,11 @@ class _Products:
         self.calls: dict[Any, int] = {}
         self.sums: set[int] = set()
         """Storages of kept products that were summed over ranks."""
+        self.keeps = True
+        """Whether outputs of operators are kept; a `kept_result` is kept as a whole."""
+        self.results: list[tuple[torch.Tensor, ...]] = []
+        self.dropped: list[tuple[Any, int]] = []
+        """Products that are computed again."""
         self.last: tuple[Any, int] | None = None
         """The last product and how many calls of its operator came before it."""
 
@@ -120,7 +147,8 @@ class _Products:
         name = _name(operator)
         if name in PRODUCTS:
             self.last = operator, number
-        return CheckpointPolicy.MUST_SAVE if is_kept(name) else CheckpointPolicy.PREFER_RECOMPUTE
+        keeps = self.keeps and is_kept(name)
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _name(operator: Any) -> str:
@@ -161,6 +189,8 @@ class _Pass:
 
     def _let_go(self) -> None:
         storage, last = self._inner.storage, self._products.last
+        for operator, number in self._products.dropped:
+            storage[operator][number] = _RECOMPUTE
         if last is not None and not self._products.keeps_last:
             storage[last[0]][last[1]] = _RECOMPUTE
         for entries in storage.values():

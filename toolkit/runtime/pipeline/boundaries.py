@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from toolkit.runtime.sharding.token_shards import wrap_call
+
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
@@ -122,17 +124,18 @@ def enter_at(
 ) -> None:
     """Make a layer use the values received from the previous stage.
 
-    Its class becomes a subclass that overrides `__call__`. Parameter names and isinstance() stay as they are. Forward
-    pre-hooks would not do: torch 2.13 runs them again when a checkpointed layer is recomputed, and the values of the
-    next micro-batch would enter.
+    Forward pre-hooks would not do: torch 2.13 runs them again when a checkpointed layer is recomputed, and the values
+    of the next micro-batch would enter.
     """
-    base: Any = type(layer)
 
-    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args_in, kwargs_in = put_in((args, kwargs), positions, received())
-        return base.__call__(self, *args_in, **kwargs_in)
+    def around(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args_in, kwargs_in = put_in((args, kwargs), positions, received())
+            return call(*args_in, **kwargs_in)
 
-    layer.__class__ = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+        return run
+
+    wrap_call(layer, around)
 
 
 class _Anchor(torch.autograd.Function):

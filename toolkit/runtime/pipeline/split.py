@@ -18,16 +18,10 @@ import torch
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from toolkit.errors import NoPlanFits
+from toolkit.runtime.models.build import SplitRefused, find_layers
 from toolkit.runtime.models.parameter_shards import sites
 from toolkit.runtime.models.tiny_models import probe_inputs
 from toolkit.runtime.pipeline.boundaries import Arguments, Cut, StandIn, fill_template, hidden_of, template_of
-
-_LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer")
-
-
-class SplitRefused(NoPlanFits):
-    """The model can't be split at these boundaries; the message gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,25 +51,6 @@ class StageSplit:
         """Trained parameters that several stages hold, in the same order on all ranks."""
         several = [(name, tuple(sorted(stages))) for name, stages in self.owners.items() if len(stages) > 1]
         return sorted((name, stages) for name, stages in several if name in self.trained)
-
-
-def find_layers(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """The list of decoder layers: the one as long as the config says, else the one with the most parameters."""
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) >= 2]
-    outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
-    if not outer:
-        raise SplitRefused("no list of layers was found in the model")
-    count = num_layers(model)
-    return max(outer, key=lambda item: (len(item[1]) == count, sum(p.numel() for p in item[1].parameters())))
-
-
-def num_layers(model: PreTrainedModel) -> int | None:
-    """Number of layers by the config, whichever key it uses."""
-    for config in (model.config, model.config.get_text_config(decoder=True)):
-        for key in _LAYER_COUNTS:
-            if isinstance(value := getattr(config, key, None), int):
-                return value
-    return None
 
 
 def hollow(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:

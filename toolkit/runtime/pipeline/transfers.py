@@ -34,6 +34,8 @@ class Transfers:
 
     def __init__(self, engine: Any, mesh: Mesh) -> None:
         self._engine, self._mesh = engine, mesh
+        self._parts = 1 if mesh.plan.sequence_sharded else mesh.plan.tp
+        """Tensor ranks that send the same values; with token shares each rank has its own."""
         self.in_batches = torch.distributed.get_backend() in BATCHES
         self.clock: Clock = NoClock()
         self._previous = engine.grid.stage_to_global(stage_id=engine.prev_stage) if mesh.pipe else -1
@@ -158,14 +160,14 @@ class Transfers:
 
     def _share(self, whole: torch.Tensor) -> torch.Tensor:
         """This tensor rank's part of a tensor that all tensor ranks have; all of it, if it can't be divided."""
-        ranks = self._mesh.plan.tp
+        ranks = self._parts
         if ranks == 1 or whole.numel() % ranks:
             return whole
         return whole.view(-1).chunk(ranks)[self._mesh.tensor]
 
     def _gather(self, whole: torch.Tensor) -> None:
         """Complete what this tensor rank has received a share of."""
-        ranks = self._mesh.plan.tp
+        ranks = self._parts
         if ranks > 1 and whole.numel() % ranks == 0:
             dist.all_gather_into_tensor(whole.view(-1), self._share(whole).clone(), group=self._mesh.inner_group)
 

@@ -20,13 +20,15 @@ from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
-from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup, ExpertsRefused, distribute, find_experts
+from toolkit.runtime.mixtures.expert_dispatch import ExpertsRefused, distribute, find_experts
 from toolkit.runtime.mixtures.expert_shards import cut_experts
 from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import (
+    SplitRefused,
     build_model,
     emptied,
     fill,
+    find_layers,
     hollow_model,
     load_config,
     skeleton,
@@ -38,11 +40,12 @@ from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
 from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
-from toolkit.runtime.pipeline.split import SplitRefused, analyse, find_layers
+from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.proofs.thread_ranks import ThreadExpertGroup, ThreadGroup, ThreadRing, thread_groups
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
-from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, SequenceShare
+from toolkit.runtime.sharding.ulysses import SequenceRefused, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 from toolkit.verdicts import Verdict
 
@@ -55,48 +58,10 @@ RANK = 4
 """Largest rank of a tiny model's adapters."""
 
 
-class ThreadGroup(SequenceGroup):
-    """Tensor or sequence ranks as threads of one process."""
-
-    def __init__(self, index: int, ranks: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        super().__init__(None, index, ranks)
-        self._barrier = barrier
-        self._board = board
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather(tensor)).sum(0)
-
-    def sum_into(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self.sum(tensor))
-
-    def start_sum(self, tensor: torch.Tensor) -> Any:
-        self.sum_into(tensor)
-        done: Any = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather(tensor)).amax(0)
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._board[self.index] = tensor.detach()
-        self._barrier.wait()
-        parts = [part.clone() for part in self._board]
-        self._barrier.wait()
-        return parts
-
-    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([part[self.index] for part in self.gather(tensor)])
-
-    def give_up(self) -> None:
-        """Make the waiting threads fail too."""
-        self._barrier.abort()
-
-
-def thread_groups(ranks: int) -> list[ThreadGroup]:
-    """One group object per thread."""
-    barrier, board = threading.Barrier(ranks), [None] * ranks
-    return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
+def _sequence_places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup]]:
+    """For each sequence rank the group that it exchanges heads with, and its ring."""
+    rings = [thread_groups(axes.cp) for _ in range(axes.sp)]
+    return [(group, rings[group.index][place]) for place in range(axes.cp) for group in thread_groups(axes.sp)]
 
 
 def tiny_model_section(section: Model, axes: Axes) -> Model:
@@ -172,20 +137,24 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
 
 def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
-        groups = thread_groups(axes.tp * axes.sp)
-        parts = [_part(tiny, group if axes.tp > 1 else None, axes.pp, kind) for group in groups]
+        by_tokens = axes.sp * axes.cp > 1
+        groups = _sequence_places(axes) if by_tokens else [(group,) for group in thread_groups(axes.tp)]
+        parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind) for group in groups]
         shares = [
-            _share(part.pieces[0], group) if axes.sp > 1 else None for part, group in zip(parts, groups, strict=True)
+            _share(part.pieces[0], *group) if by_tokens else None for part, group in zip(parts, groups, strict=True)
         ]
         with ThreadPoolExecutor(len(groups)) as pool:
             runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
+            errors = [error for run in runs if (error := run.exception()) is not None]
+            if errors:  # ranks that waited for the one that failed have broken barriers
+                raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
             losses = [run.result() for run in runs]
-        found = sum(losses) if axes.sp > 1 else losses[0]
+        found = sum(losses) if by_tokens else losses[0]
         padded = " on padded data" if micro.attention_mask is not None else ""
         if abs(found - loss) > TOLERANCE * abs(loss):
             return Verdict(False, f"the loss{padded} of a tiny model is {found:.6f}; unsplit it is {loss:.6f}")
         ranks = [part.pieces for part in parts]
-        together = [[piece for rank in ranks for piece in rank]] if axes.sp > 1 else ranks
+        together = [[piece for rank in ranks for piece in rank]] if by_tokens else ranks
         wrong = sorted({name for pieces in together for name in _wrong(pieces, gradients)})
         if wrong:
             names = ", ".join(wrong[:3])
@@ -195,24 +164,6 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
     return Verdict(True)
 
 
-class ThreadExpertGroup(ExpertGroup):
-    """Expert ranks as threads of one process."""
-
-    def __init__(self, threads: ThreadGroup) -> None:
-        super().__init__(None, threads.index, threads.ranks)
-        self._threads = threads
-
-    def swap(self, counts: torch.Tensor) -> torch.Tensor:
-        return self._threads.exchange(counts)
-
-    def send(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-        sizes = self._threads.gather(torch.tensor(list(sent)))
-        parts = self._threads.gather(rows)
-        own = [torch.split(part, size.tolist())[self.index] for part, size in zip(parts, sizes, strict=True)]
-        assert [len(part) for part in own] == list(received), "every rank announces what it sends"
-        into.copy_(torch.cat(own))
-
-
 def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expected) -> Verdict:
     """Each rank routes its own row of a batch; together they must have the loss and gradients of all rows."""
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
@@ -220,7 +171,10 @@ def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expe
         parts = [_expert_part(tiny, group, kind) for group in groups]
         rows = [micro.map(lambda tensor, row=group.index: tensor[row : row + 1]) for group in groups]  # type: ignore[misc]
         with ThreadPoolExecutor(ranks) as pool:
-            runs = [pool.submit(_run, *each) for each in zip(parts, [None] * ranks, groups, rows, strict=True)]
+            runs = [
+                pool.submit(_run, *each)
+                for each in zip(parts, [None] * ranks, [(group,) for group in groups], rows, strict=True)
+            ]
             found = sum(run.result() for run in runs)
         padded = " on padded data" if micro.attention_mask is not None else ""
         if abs(found - loss) > TOLERANCE * abs(loss):
@@ -259,8 +213,8 @@ def _wrong_experts(own: Any, models: Sequence[Any], expected: Gradients) -> list
     return wrong
 
 
-def _share(model: PreTrainedModel, group: ThreadGroup) -> SequenceShare:
-    share = SequenceShare(group)
+def _share(model: PreTrainedModel, group: ThreadGroup, ring: ThreadGroup) -> SequenceShare:
+    share = SequenceShare(group, ThreadRing(ring) if ring.ranks > 1 else None)
     share.install(model)
     return share
 
@@ -274,11 +228,12 @@ class _Part:
     loss: Loss = summed_loss
 
 
-def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) -> _Part:
+def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype) -> _Part:
+    pp, shares_tokens = axes.pp, axes.sequence_sharded
     weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
     if pp == 1:
         model = emptied(hollow_model(tiny, SEED))
-        loss = _cut(tiny, model, group)
+        loss = _cut(tiny, model, group, shares_tokens=shares_tokens)
         fill(model, weights)
         return _Part([_finished(model, group, kind)], loss)
     bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
@@ -286,7 +241,8 @@ def _part(tiny: Model, group: TensorGroup | None, pp: int, kind: torch.dtype) ->
     stages = []
     for index in range(pp):
         model = emptied(hollow_model(tiny, SEED))
-        loss = _cut(tiny, model, group, _owned_by(split.owners, index, ADAPTED if tiny.lora else ""))
+        owned = _owned_by(split.owners, index, ADAPTED if tiny.lora else "")
+        loss = _cut(tiny, model, group, owned, shares_tokens=shares_tokens)
         stage = Stage(model, split, index, kind, loss)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
         _finished(model, group, kind)
@@ -298,12 +254,20 @@ def _owned_by(owners: Any, stage: int, prefix: str) -> Callable[[str], bool]:
     return lambda name: stage in owners[prefix + name]
 
 
-def _cut(tiny: Model, model: Any, group: TensorGroup | None, owned: Callable[[str], bool] = lambda name: True) -> Loss:
+def _cut(
+    tiny: Model,
+    model: Any,
+    group: TensorGroup | None,
+    owned: Callable[[str], bool] = lambda name: True,
+    *,
+    shares_tokens: bool,
+) -> Loss:
     """Reduce a tiny model to a tensor rank's shards, if there are several; return the loss for its logits."""
     if group is None:
         return summed_loss
     plain = skeleton(tiny) if tiny.lora else None
-    return shard(unadapted(model, tiny), group, owned, sliced_logits=follows_head(tiny), plain=plain)
+    base, sliced = unadapted(model, tiny), follows_head(tiny)
+    return shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shares_tokens)
 
 
 def _stirred(model: PreTrainedModel) -> PreTrainedModel:
@@ -330,7 +294,7 @@ def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
     return model.to(kind).train()
 
 
-def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: MicroBatch) -> float:
+def _run(part: _Part, share: SequenceShare | None, groups: Sequence[ThreadGroup], micro: MicroBatch) -> float:
     try:
         micro = share.slice_batch(micro) if share else micro
         if not isinstance(part.pieces[0], Stage):
@@ -344,7 +308,8 @@ def _run(part: _Part, share: SequenceShare | None, group: ThreadGroup, micro: Mi
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
     except BaseException:
-        group.give_up()
+        for group in groups:
+            group.give_up()
         raise
 
 

@@ -21,10 +21,9 @@ from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.protocol import StepResult
-from toolkit.runtime.models.build import load_config, skeleton
+from toolkit.runtime.models.build import find_layers, load_config, skeleton
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.pipeline.split import find_layers
 from toolkit.runtime.rehearsal import fake_device, stand_ins
 from toolkit.runtime.rehearsal.known_results import KnownResults
 from toolkit.runtime.rehearsal.ledger import Ledger
@@ -127,7 +126,7 @@ def _lengths(spec: RehearsalSpec) -> set[int]:
     """Lengths of a row, of its documents, of a rank's part of it and of all rows, but for sizes of the model itself."""
     if spec.rows == "image":
         return set()
-    rows = [spec.seq_len, spec.seq_len // spec.plan.sp, *_row_lengths(spec)]
+    rows = [spec.seq_len, spec.seq_len // spec.plan.token_parts, *_row_lengths(spec)]
     config = load_config(spec.model).get_text_config()
     own = {size for parameter in skeleton(spec.model).parameters() for size in parameter.shape}
     own |= {getattr(config, name, None) or 0 for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}

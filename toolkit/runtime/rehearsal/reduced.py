@@ -73,7 +73,7 @@ def _shards_grow(spec: RehearsalSpec) -> bool:
 
     Lines through such models end too high: 35.4 instead of 33.8 GiB for Llama 8B under ZeRO 2 with recompute.
     """
-    return spec.plan.zero_stage in (1, 2) and spec.plan.pp == 1 and spec.plan.zero_group * spec.plan.sp > 1
+    return spec.plan.zero_stage in (1, 2) and spec.plan.pp == 1 and spec.plan.zero_group * spec.plan.token_parts > 1
 
 
 def _elements(kind: Any) -> int:

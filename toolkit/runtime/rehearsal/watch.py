@@ -10,9 +10,8 @@ import torch
 from toolkit.recipe.sections import Model
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.metrics.step_clock import Lap
-from toolkit.runtime.models.build import skeleton
+from toolkit.runtime.models.build import find_layers, skeleton
 from toolkit.runtime.pipeline.engine import PipelineEngine
-from toolkit.runtime.pipeline.split import find_layers
 from toolkit.runtime.rehearsal.ledger import Ledger
 
 PARTS = {"forward": "activations", "backward": "activations", "optimizer": "optimizer"}

@@ -83,6 +83,20 @@ class TensorGroup:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return parts
 
+    def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start to gather the tensors of all ranks, stacked; `wait` of what is returned with them ends it."""
+        stacked = tensor.new_empty((self.ranks, *tensor.shape))
+        work = dist.all_gather_into_tensor(
+            stacked.view(-1), tensor.contiguous().view(-1), group=self.group, async_op=True
+        )
+        return stacked, work
+
+    def start_scatter(self, stacked: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start to sum stacked tensors over ranks, of which each rank gets its own; `wait` of the second ends it."""
+        own = stacked.new_empty(stacked.shape[1:])
+        work = dist.reduce_scatter_tensor(own.view(-1), stacked.view(-1), group=self.group, async_op=True)
+        return own, work
+
     def join(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
         """All-gather slices of the last dimension, whose total size is `size`."""
         sizes = shares(size, self.ranks)

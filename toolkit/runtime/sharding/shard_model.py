@@ -16,6 +16,7 @@ from toolkit.runtime.models.parameter_shards import is_partial, layout_of
 from toolkit.runtime.sharding import styles
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.sharding_plan import DIVIDED, tensor_styles
+from toolkit.runtime.sharding.token_shards import share_tokens
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, head_name
 
 Style = Callable[[Any, styles.Sharder], None]
@@ -68,10 +69,13 @@ def shard(
     *,
     sliced_logits: bool = False,
     plain: PreTrainedModel | None = None,
+    shares_tokens: bool = False,
+    report: Callable[[str], object] = lambda line: None,
 ) -> Loss:
     """Reduce a skeleton to this rank's shards and return the loss for its logits. Unowned modules stay complete.
 
     `plain`: a skeleton of the same model without adapters, from which the styles are found, if `model` has adapters.
+    `shares_tokens`: between sharded regions each rank holds its share of the tokens.
     """
     plan, attention = tensor_styles(plain or model, group.ranks)
     head = head_name(model)
@@ -95,6 +99,9 @@ def shard(
     for name in attention:
         if any(other.startswith(f"{name}.") for other in chosen):  # modules of another stage keep all heads
             _divide_heads(modules[name], group.ranks)
+    if shares_tokens and (wrapped := share_tokens(model, chosen, group, owned)):
+        kinds = sorted({name.rpartition(".")[2] for name in wrapped})
+        report(f"{', '.join(kinds)} keep all tokens, not shares: they are more than pairs of matrices")
     return loss
 
 

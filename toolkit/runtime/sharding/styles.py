@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from toolkit.runtime.models.parameter_shards import Layout, layout_of, mark_partial, mark_shard, shares, sites
 from toolkit.runtime.sharding.collectives import TensorGroup, copy_in, cut_in, join_out, sum_out, whole_weight
+from toolkit.runtime.sharding.token_collectives import leave_tokens, linear_of_tokens
 
 Forward = Callable[..., Any]
 
@@ -72,6 +73,28 @@ def output_dim(module: torch.nn.Module) -> int:
     return 1 if isinstance(module, Conv1D) else 0
 
 
+def _as_linear(module: Any) -> torch.Tensor:
+    """The weight of a linear with outputs first."""
+    return module.weight.t() if isinstance(module, Conv1D) else module.weight  # type: ignore[no-any-return]
+
+
+def compute_on_shares(module: torch.nn.Module) -> None:
+    """Make a sliced linear part of a region between shares of tokens.
+
+    Its input's gradient stays a partial sum until the region is left, and a row matrix gives a share of its output.
+    """
+    module.on_token_shares = True  # type: ignore[assignment]
+
+
+def _is_on_shares(module: torch.nn.Module) -> bool:
+    return getattr(module, "on_token_shares", False)
+
+
+def reader_of_shares(module: Any) -> Callable[[Forward], Forward]:
+    """How a complete linear computes inside such a region: it keeps a share of its input."""
+    return lambda inner: lambda x: linear_of_tokens(x, module.weight, module.bias)
+
+
 def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int = 1) -> None:
     """Each rank computes a slice of the output; `gather` all-gathers the output."""
     group, size = sharder.group, whole_shape(module.weight)[output_dim(module)]
@@ -83,6 +106,9 @@ def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int =
 
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if _is_on_shares(module):
+                known = plain or isinstance(module, Conv1D)
+                return linear_of_tokens(x, _as_linear(module), module.bias) if known else inner(x, *args, **kwargs)
             y = group.linear(x, module.weight, module.bias) if plain else inner(group.enter(x), *args, **kwargs)
             return join_out(y, size, group) if gather else y
 
@@ -103,7 +129,7 @@ def beside_columns(module: Any, sharder: Sharder, *, gather: bool = False, packs
 
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor) -> torch.Tensor:
-            y = inner(copy_in(x, group))
+            y = inner(x if _is_on_shares(module) else copy_in(x, group))
             return join_out(y, size, group) if gather else y
 
         return run
@@ -132,8 +158,8 @@ def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
 
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor) -> torch.Tensor:
-            weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
-            y = sum_out(linear(cut_in(x, group) if split else x, weight), group, in_place=True)
+            y = linear(cut_in(x, group) if split else x, _as_linear(module))
+            y = leave_tokens(y, group) if _is_on_shares(module) else sum_out(y, group, in_place=True)
             return y if module.bias is None else y + module.bias  # once, after the sum
 
         return run

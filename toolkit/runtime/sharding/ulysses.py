@@ -1,4 +1,7 @@
-"""Ulysses sequence parallelism: ranks share the tokens of a sequence, and exchange tokens for heads around attention.
+"""Sequence parallelism: ranks share the tokens of a sequence, and attention connects the shares.
+
+Ulysses ranks exchange tokens for heads around attention. Ring ranks (`ring.py`) pass keys and values on; if both are
+used, each place of the ring is a group of ranks that exchange among themselves.
 
 It is registered as an attention function of transformers, so it works for every model that uses that registry. To
 DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and states sharded over all of them.
@@ -7,6 +10,7 @@ DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and stat
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +26,7 @@ from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.ring import Rectangle, RingGroup, rectangles, ring_attention, zigzag
 
 _numbers = itertools.count()
 
@@ -43,8 +48,10 @@ class SequenceGroup(TensorGroup):
 class SequenceShare:
     """One rank's slice of every sequence, and the attention that connects the slices."""
 
-    def __init__(self, group: SequenceGroup) -> None:
-        self._group = group
+    def __init__(self, group: SequenceGroup, ring: RingGroup | None = None) -> None:
+        self._group, self._ring = group, ring
+        self._rectangles: weakref.WeakKeyDictionary[Documents, dict[int, list[Rectangle]]] = weakref.WeakKeyDictionary()
+        """What this rank computes with the keys of each ring rank, by documents: the same for all layers."""
         self._documents: Documents | None = None
         """Documents of the current micro-batch, over all tokens of its rows."""
         self._choice = CHOICES["by_document"]
@@ -67,15 +74,22 @@ class SequenceShare:
         """This rank's tokens of a micro-batch; the documents of all tokens are kept for attention."""
         assert micro.input_ids is not None, "images are not split by sequence"
         batch, length = micro.input_ids.shape
-        if length % self._group.ranks:
-            raise SequenceRefused(f"{length} tokens are not divisible by {self._group.ranks} ranks")
+        parts = self._group.ranks * (2 * self._ring.ranks if self._ring else 1)
+        if length % parts:
+            raise SequenceRefused(f"{length} tokens are not divisible into {parts} parts")
         self._documents = documents = micro.located().documents
         positions = micro.position_ids
         if positions is None:
             positions = torch.arange(length, device=micro.input_ids.device).expand(batch, length)
-        width = length // self._group.ranks
-        own = slice(self._group.index * width, (self._group.index + 1) * width)
-        return MicroBatch(micro.input_ids[:, own], micro.labels[:, own], None, positions[:, own], documents=documents)
+        ids, labels, places = (self._own(tensor) for tensor in (micro.input_ids, micro.labels, positions))
+        return MicroBatch(ids, labels, None, places, documents=documents)
+
+    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's tokens of rows, in its order."""
+        if self._ring is not None:
+            chunks = zigzag(rows.shape[1], self._ring.ranks, self._ring.index)
+            rows = torch.cat([rows[:, chunk.start : chunk.stop] for chunk in chunks], 1)
+        return rows.chunk(self._group.ranks, 1)[self._group.index]
 
     def _attend(
         self,
@@ -90,8 +104,19 @@ class SequenceShare:
         ask, documents = self._request(module, attention_mask, settings)
         key, value = (self._divisible(tensor, query.shape[1]) for tensor in (key, value))
         query, key, value = (self._to_heads(tensor) for tensor in (query, key, value))
-        output = attend(self._choice, query, key, value, documents, ask)
-        return self._to_tokens(output.transpose(1, 2)).transpose(1, 2).contiguous(), None
+        if self._ring is None:
+            output = attend(self._choice, query, key, value, documents, ask).transpose(1, 2)
+        else:
+            work = self._work(documents)
+            output = ring_attention(query, key, value, ask.scale, self._ring, work.__getitem__)
+        return self._to_tokens(output).transpose(1, 2).contiguous(), None
+
+    def _work(self, documents: Documents) -> dict[int, list[Rectangle]]:
+        assert self._ring is not None
+        ranks, own = self._ring.ranks, self._ring.index
+        if documents not in self._rectangles:
+            self._rectangles[documents] = {other: rectangles(documents, ranks, own, other) for other in range(ranks)}
+        return self._rectangles[documents]
 
     def _request(self, module: torch.nn.Module, mask: Any, settings: dict[str, Any]) -> tuple[Request, Documents]:
         """What a layer asks for, over all tokens; `SequenceRefused` if it can't be split by sequence."""
@@ -105,6 +130,8 @@ class SequenceShare:
             ask = request(mask.causal, mask.window, settings)
         except UnknownAttention as error:
             raise SequenceRefused(f"{kind}: {error}, which can't be split by sequence") from None
+        if self._ring is not None and (reason := _unfit_for_a_ring(ask, mask.documents)):
+            raise SequenceRefused(f"{kind} has {reason}, which ring attention can't do; use sp")
         if ask.sinks is not None:
             ask = replace(ask, sinks=ask.sinks.chunk(self._group.ranks)[self._group.index])
         return ask, mask.documents
@@ -119,13 +146,29 @@ class SequenceShare:
 
     def _to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, heads, own tokens, width) → (batch, own heads, tokens, width)."""
+        if self._group.ranks == 1:
+            return tensor
         parts = torch.stack(tensor.chunk(self._group.ranks, 1))
         return torch.cat(list(_exchanged(parts, self._group)), 2)
 
     def _to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """(batch, own heads, tokens, width) → (batch, heads, own tokens, width)."""
+        if self._group.ranks == 1:
+            return tensor
         parts = torch.stack(tensor.chunk(self._group.ranks, 2))
         return torch.cat(list(_exchanged(parts, self._group)), 1)
+
+
+def _unfit_for_a_ring(ask: Request, documents: Documents) -> str:
+    """What a layer asks for that ring attention lacks; empty if it can compute it."""
+    lacking = {
+        "attention in both directions": not ask.causal,
+        "a window": ask.window is not None and ask.window < documents.longest,
+        "a soft cap": ask.softcap is not None,
+        "sinks": ask.sinks is not None,
+        "dropout in attention": ask.dropout > 0,
+    }
+    return ", ".join(name for name, true in lacking.items() if true)
 
 
 def _document_mask(**given: Any) -> DocumentMask:
