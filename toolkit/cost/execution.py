@@ -14,8 +14,6 @@ from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
-EXPERT_LOAD = 1.05
-"""Tokens of the busiest expert-parallel rank relative to the mean, if routers are balanced (docs/mixtures.md)."""
 COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers that exchange signs; their predicted traffic is that after `freeze_steps`."""
 
@@ -249,8 +247,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
-        cp=plan.cp, ep=plan.ep, expert_load=EXPERT_LOAD,
-        experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
+        cp=plan.cp, ep=plan.ep, experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
         stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.token_parts if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp × cp

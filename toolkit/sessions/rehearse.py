@@ -183,7 +183,8 @@ def axis_of(kind: str, ranks: Sequence[int], plan: Plan) -> str:
     if kind in ("send", "recv"):
         return "pp" if plan.pp > 1 else "cp"
     if "alltoall" in kind:
-        return "sp" if plan.sp > 1 else "other"
+        is_inside = len({rank // inside for rank in ranks}) == 1
+        return "sp" if plan.sp > 1 and is_inside else "ep" if plan.ep > 1 else "other"
     if plan.tp > 1 and len(ranks) <= plan.tp and len({rank // inside for rank in ranks}) == 1:
         return "tp"
     return "dp" if len({rank // (plan.dp * inside) for rank in ranks}) == 1 else "other"

@@ -14,6 +14,7 @@ from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, engine_of, model
 from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
+from toolkit.recipe.file import make_recipe
 from toolkit.recipe.objective_sections import Router
 from toolkit.recipe.sections import Model
 from toolkit.run_dir.trajectory import Trajectory
@@ -22,6 +23,8 @@ from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.supervision.warm_pool import call_on_ranks
 from toolkit.sessions.parity import largest_difference
+from toolkit.sessions.rehearse import rehearse
+from toolkit.sessions.resolve import resolve
 
 EP = Plan(strategy="expert_parallel", dp=2, ep=2, micro_batch=2, precision="fp32")
 BALANCED = replace(SGD, router=Router(loss="sequence", weight=1.0))
@@ -133,3 +136,29 @@ def test_checkpoints_hold_whole_experts(train: Trainer, tmp_path: Any, first: st
     done = train(*BASE, config, *other_axes, *resume, nproc=other_nproc, enter=resume_and_copy)
     assert_equal(saved, store.path_of(done.run.path / "reloaded", 4))
     assert largest_difference(origin.losses[4:], done.losses) <= (0 if first == second else 1e-5)
+
+
+@pytest.mark.slow
+def test_a_rehearsal_counts_the_exchange_of_the_formula() -> None:
+    """4 · top_k · tokens · width · bytes of every layer, of which (ep − 1) / ep leave the rank; sizes come on top."""
+    config = {**MIXTRAL, "num_hidden_layers": 3, "hidden_size": 64}
+    given = {
+        "name": "tiny",
+        "model": {"config": config, "precision": "bf16"},
+        "data": {"path": "synthetic", "seq_len": 64},
+        "train": {"global_batch": 8, "steps": 2},
+        "strategy": {
+            "name": "expert_parallel",
+            "ep": 4,
+            "pp": 1,
+            "zero_stage": 1,
+            "micro_batch": 2,
+            "recompute": "none",
+        },
+        "cluster": {"device": "A100-SXM4-80GB", "nodes": 1, "devices_per_node": 4},
+    }
+    found = rehearse(resolve(make_recipe(given)), ranks="0")
+    predicted, counted = found.traffic(found.roles[0])["ep"]
+    rows = 2 * 2 * 64
+    assert predicted == 3 * 4 * rows * 64 * 2
+    assert counted == pytest.approx(predicted, rel=0.02)
