@@ -44,6 +44,7 @@ from toolkit.runtime.models.build import (
 )
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
@@ -135,11 +136,17 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss)
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
-    ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
-    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp), ring)
-    share.install(model)
-    parts = ReplicaParts(slice_batch=share.slice_batch, loss=loss)
+    parts = ReplicaParts(slice_batch=_token_slices(model, mesh), loss=loss)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+
+
+def _token_slices(model: Any, mesh: Mesh) -> Callable[[MicroBatch], MicroBatch]:
+    """Make a model's attention connect the ranks that share tokens; what takes this rank's tokens of a batch."""
+    plan = mesh.plan
+    ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if plan.cp > 1 else None
+    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, plan.sp), ring)
+    share.install(model)
+    return share.slice_batch
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -154,6 +161,8 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
     parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
+    if spec.plan.token_parts > 1:
+        parts = replace(parts, slice_batch=_token_slices(model, mesh))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
