@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import pipeline_sizes, sequence_sizes, tensor_sizes, token_shares
+from strategies.legal import pipeline_sizes, ring_sizes, sequence_sizes, tensor_sizes, token_shares
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.plan import Job, Refusal
 
 WIDEST = 64
-"""Largest `tp·sp`: beyond it, communication outweighs what each device computes."""
+"""Largest `tp·sp·cp`: beyond it, communication outweighs what each device computes."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Hybrid:
     name: str = "hybrid"
     summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
     axes: tuple[str, ...] = (
-        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute", "pipeline_bounds",
-        "sequence_sharded",
+        "dp", "tp", "pp", "sp", "cp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute",
+        "pipeline_bounds", "sequence_sharded",
     )  # fmt: skip
-    needs: str = "what its axes need, and tp·pp·sp devices per replica"
-    refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
+    needs: str = "what its axes need, and tp·pp·sp·cp devices per replica"
+    refuses: str = "ZeRO 2 and 3, and sequence and ring ranks, in a pipeline; sizes that the model does not allow"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
         """Products of legal sizes; each illegal size is refused once."""
@@ -35,20 +35,34 @@ class Hybrid:
         yield from (size for sizes in found for size in sizes if isinstance(size, Refusal))
         tensor, stages, tokens = ([1, *(size for size in sizes if isinstance(size, int))] for sizes in found)
         for tp, pp, sp in itertools.product(tensor, stages, tokens):
-            axes = (tp > 1) + (pp > 1) + (sp > 1)
-            if axes > 1 and tp * sp <= WIDEST and job.cluster.devices % (tp * pp * sp) == 0:
-                shares = token_shares(self.name, job, tp)
-                if isinstance(shares, Refusal):
-                    yield shares
-                    continue
-                space = Space(tp=(tp,), pp=(pp,), sp=(sp,), zero_stage=_stages(job, pp), sequence_sharded=shares)
-                yield from plans(self.name, job, space)
+            rings = [1, *ring_sizes(self.name, job, sp)] if tp > 1 and pp == 1 else [1]
+            for cp in rings:
+                if isinstance(cp, Refusal):
+                    yield cp
+                elif _is_hybrid(job, tp, pp, sp * cp):
+                    yield from self._plans(job, tp, pp, sp, cp)
+
+    def _plans(self, job: Job, tp: int, pp: int, sp: int, cp: int) -> Iterator[Proposal]:
+        shares = token_shares(self.name, job, tp, sp * cp)
+        if isinstance(shares, Refusal):
+            yield shares
+            return
+        stages = _stages(job, pp)
+        space = Space(tp=(tp,), pp=(pp,), sp=(sp,), cp=(cp,), zero_stage=stages, sequence_sharded=shares)
+        yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """tp 2 × pp 2, the remaining devices as replicas, with ZeRO 0 and 1."""
+        """tp 2 × pp 2 with ZeRO 0 and 1, and tp 2 × cp 2; the remaining devices are replicas."""
         if devices % 4:
             return {}
-        return {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
+        stages = {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
+        return {**stages, "hybrid-tensor-2-ring-2": {"tp": 2, "pp": 1, "sp": 1, "cp": 2, "zero_stage": 1}}
+
+
+def _is_hybrid(job: Job, tp: int, pp: int, parts: int) -> bool:
+    """Whether at least two axes are used, and the devices can be arranged so. `parts`: ranks that share tokens."""
+    several = (tp > 1) + (pp > 1) + (parts > 1) > 1
+    return several and tp * parts <= WIDEST and job.cluster.devices % (tp * pp * parts) == 0
 
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:

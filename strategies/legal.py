@@ -79,12 +79,12 @@ def expert_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
             yield ep
 
 
-def token_shares(strategy: str, job: Job, tp: int) -> tuple[bool] | Refusal:
+def token_shares(strategy: str, job: Job, tp: int, parts: int = 1) -> tuple[bool] | Refusal:
     """Values of `sequence_sharded` to try: shares of tokens wherever they are possible, unless the recipe says no."""
     fixed = job.fixed.get("sequence_sharded")
     if tp == 1 or fixed is False:
         return (False,)
-    reason = why_whole(job, tp)
+    reason = why_whole(job, tp, parts)
     if fixed and reason:
         return Refusal(strategy, f"strategy.sequence_sharded is fixed at true; {reason}")
     return (not reason,)

@@ -48,7 +48,7 @@ def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
     model, tokens = e.model, e.slice.tokens
     total = 0.0
     if e.cp > 1:
-        where = group(e.cluster, e.cp, e.tp)
+        where = group(e.cluster, e.cp, e.tp * e.sp)
         keys = 2 * e.element_bytes * tokens * model.kv_heads * model.head_dim / e.tp
         ring = gather(keys * e.cp, where, e.cluster, cal)
         again = 1 + e.recompute.attention

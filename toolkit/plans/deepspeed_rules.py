@@ -47,8 +47,12 @@ RULES: tuple[Rule, ...] = (
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
     ),
     Rule(
-        forbids=lambda plan, job: plan.token_parts > 1 and plan.tp * plan.pp > 1,
-        reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
+        forbids=lambda plan, job: plan.token_parts > 1 and plan.pp > 1,
+        reason="sequence and ring parallel do not run in a pipeline: stages hold whole sequences; use pp 1",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tp > 1 and job.model.heads // plan.tp % plan.sp > 0,
+        reason="sp must divide the attention heads of a tensor rank; use a smaller sp or tp, or cp",
     ),
     Rule(
         forbids=lambda plan, job: plan.cp > 1 and 0 < job.model.window < job.workload.seq_len,

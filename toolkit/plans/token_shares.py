@@ -9,12 +9,13 @@ ROUND = 64
 which this package can't import (a test compares)."""
 
 
-def why_whole(job: Job, tp: int) -> str:
+def why_whole(job: Job, tp: int, parts: int = 1) -> str:
     """Why `tp` tensor ranks must hold complete residuals; empty if each can hold its share of the tokens.
 
+    `parts`: sequence and ring ranks, of which each holds its part of a row.
     Whether shares are right for the type of model is found by the float64 proof.
     """
-    tokens = job.workload.seq_len
+    tokens = job.workload.seq_len // parts
     if tokens % tp or ROUND % tp:
         most = min(tokens & -tokens, ROUND)
         return f"tp {tp} does not divide rows of {tokens} tokens, or of multiples of {ROUND}; tp up to {most} does"

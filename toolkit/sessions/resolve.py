@@ -179,5 +179,5 @@ def _whole_residuals(resolved: Resolved) -> Iterator[str]:
         return
     shared = replace(Axes.of(chosen.plan), sequence_sharded=True)
     refused = (one.reason for one in resolved.decision.refused if one.plan and Axes.of(one.plan) == shared)
-    reason = why_whole(job, chosen.plan.tp) or next(refused, "")
+    reason = why_whole(job, chosen.plan.tp, chosen.plan.token_parts) or next(refused, "")
     yield f"every tensor rank holds the residuals of all tokens: {reason}"

@@ -53,6 +53,11 @@ def test_a_ring_is_exact(kind: str, cp: int, sp: int) -> None:
     assert verdict.ok, verdict.reason
 
 
+def test_a_ring_of_tensor_shards_that_share_tokens_is_exact() -> None:
+    verdict = prove(tiny_model("llama"), Axes(2, 1, 1, cp=2, sequence_sharded=True))
+    assert verdict.ok, verdict.reason
+
+
 @pytest.mark.parametrize(("kind", "words"), [("gemma2", "a soft cap"), ("gpt_oss", "sinks")])
 def test_what_a_ring_lacks_is_refused_by_name(kind: str, words: str) -> None:
     verdict = prove(tiny_model(kind), Axes(1, 1, 1, cp=2))
@@ -65,6 +70,14 @@ def test_real_ranks_train_as_one_process(data: str, recompute: str) -> None:
     section = model("llama")
     found = run(section, replace(RING, recompute=recompute), SGD, data)
     assert_same(run(section, ONE, SGD, data), found, loss=1e-6, norm=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "stage"), [({"cp": 2}, 1), ({"cp": 1, "sp": 2}, 2)])
+def test_tensor_ranks_of_rings_and_exchanges(axes: dict[str, int], stage: int) -> None:
+    section = model("qwen3")
+    plan = replace(RING, strategy="hybrid", tp=2, zero_stage=stage, sequence_sharded=True, **axes)
+    assert_same(run(section, ONE, SGD, "packed"), run(section, plan, SGD, "packed"), loss=1e-6, norm=2e-6)
 
 
 @pytest.mark.slow

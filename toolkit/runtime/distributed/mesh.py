@@ -20,7 +20,7 @@ class Mesh:
 
     def __init__(self, plan: Plan, rank: int, size: int, local_size: int | None = None) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
-        assert plan.token_parts == 1 or plan.tp * plan.pp == 1, "sequence ranks hold complete models"
+        assert plan.token_parts == 1 or plan.pp == 1, "stages hold whole sequences"
         assert plan.islands == 1 or plan.tp * plan.pp * plan.token_parts * plan.ep == 1, "islands are data-parallel"
         self.plan, self.rank, self.size = plan, rank, size
         self.local_size = local_size or size
@@ -32,48 +32,57 @@ class Mesh:
         self.data, place = divmod(rest, inner)
         self.sequence, self.tensor = divmod(place, plan.tp)
         self.context, self.ulysses = divmod(self.sequence, plan.sp)
-        stages = [[(p * plan.dp + d) * inner + i for i in range(inner)] for p in range(plan.pp) for d in range(plan.dp)]
-        data = [[(p * plan.dp + d) * inner + i for d in range(plan.dp)] for p in range(plan.pp) for i in range(inner)]
-        replicas = [
-            [(p * plan.dp + d) * inner + i for p in range(plan.pp) for i in range(inner)] for d in range(plan.dp)
-        ]
+        pipes, datas, sequences, tensors = map(range, (plan.pp, plan.dp, plan.token_parts, plan.tp))
+
+        def at(p: int, d: int, s: int, t: int) -> int:
+            return ((p * plan.dp + d) * plan.token_parts + s) * plan.tp + t
+
+        stages = [[at(p, d, s, t) for t in tensors] for p in pipes for d in datas for s in sequences]
+        data = [[at(p, d, s, t) for d in datas for s in sequences] for p in pipes for t in tensors]
+        replicas = [[at(p, d, s, t) for p in pipes for t in tensors] for d in datas for s in sequences]
+        rings = [
+            [at(p, d, c * plan.sp + u, t) for c in range(plan.cp)]
+            for p in pipes for d in datas for u in range(plan.sp) for t in tensors
+        ]  # fmt: skip
+        exchanges = [
+            [at(p, d, c * plan.sp + u, t) for u in range(plan.sp)]
+            for p in pipes for d in datas for c in range(plan.cp) for t in tensors
+        ]  # fmt: skip
         data = [[first + rank for rank in ranks] for first in range(0, size, island_size) for ranks in data]
         stages = stages if plan.islands == 1 else [[rank] for rank in range(size)]
         replicas = replicas if plan.islands == 1 else [[rank] for rank in range(size)]
         self.island_group = self._own([list(range(place, size, island_size)) for place in range(island_size)])
         """The ranks with this one's index in every island."""
         self.inner_group = self._own(stages)
-        """Ranks that hold the shards of one stage: the tensor or the sequence axis."""
-        rings, exchanges = self._sequence_groups(size)
+        """Ranks that hold the shards of one stage."""
         self.ring_ranks = next((ranks for ranks in rings if rank in ranks), [rank])
         self.ring_group = self._own(rings) if plan.cp > 1 else None
         """Ranks that pass keys and values on to one another."""
-        self.ulysses_group = self._own(exchanges) if plan.cp > 1 else self.inner_group
+        self.ulysses_group = self._own(exchanges) if plan.sp > 1 else None
         """Ranks that exchange tokens for heads."""
+        shares = [[at(p, d, s, t) for s in sequences] for p in pipes for d in datas for t in tensors]
+        self.sequence_group = self._own(shares) if plan.token_parts > 1 else None
+        """Ranks that hold the tokens of one sequence together."""
         self.data_group = self._own(data)
-        """Ranks that hold the same shard of every replica."""
+        """Ranks that hold the same shard: those of every replica, and of every share of its sequences."""
         self.replica_group = self._own(replicas)
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
-        whole_groups = range(plan.dp // plan.ep) if plan.ep > 1 else ()
-        experts = [ranks[first * plan.ep : (first + 1) * plan.ep] for ranks in data for first in whole_groups]
-        same = [ranks[place :: plan.ep] for ranks in data for place in range(plan.ep)] if plan.ep > 1 else []
-        if plan.ep > 1 and plan.token_parts > 1:  # they see different tokens: gradients of experts are summed over them
-            same = [sorted(rank for ranks in data for rank in ranks[place :: plan.ep]) for place in range(plan.ep)]
+        firsts, holders = (range(0, plan.dp, plan.ep), range(plan.ep)) if plan.ep > 1 else ((), ())
+        experts = [
+            [at(p, d, s, t) for d in range(first, first + plan.ep)]
+            for p in pipes for s in sequences for t in tensors for first in firsts
+        ]  # fmt: skip
+        same = [  # sequence ranks see different tokens: gradients of experts are summed over them, too
+            [at(p, d, s, t) for d in range(holder, plan.dp, plan.ep) for s in sequences]
+            for p in pipes for t in tensors for holder in holders
+        ]  # fmt: skip
         self.expert_group, self.expert_ranks = self._made(experts)
         """Ranks that hold the experts of a layer together, and their numbers."""
         self.same_experts_group, self.same_experts_ranks = self._made(same)
         """Ranks that hold the same experts as this one, and their numbers."""
-        self.token_host_group = self._on_hosts(data if plan.token_parts == 1 else [list(range(size))])
+        self.token_host_group = self._on_hosts(data)
         """Ranks that see different tokens, for numbers in host memory."""
-
-    def _sequence_groups(self, size: int) -> tuple[list[list[int]], list[list[int]]]:
-        """(rings, groups that exchange tokens for heads) of all replicas; sequence ranks hold complete models."""
-        sp, parts = self.plan.sp, self.plan.token_parts
-        firsts = range(0, size, parts) if parts > 1 else ()
-        rings = [list(range(first + one, first + parts, sp)) for first in firsts for one in range(sp)]
-        exchanges = [list(range(start, start + sp)) for start in range(0, size, sp)] if parts > 1 else []
-        return rings, exchanges
 
     def between_islands(self) -> Any:
         """A new gloo group of the ranks with this one's index in every island. Collective."""
@@ -93,7 +102,7 @@ class Mesh:
         """All-reduce in place over the ranks that see different tokens."""
         if self.token_ranks == 1:
             return values
-        return all_sum(values, self.data_group if self.plan.token_parts == 1 else None)
+        return all_sum(values, self.data_group)
 
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce in place over the stages and tensor shards of this replica."""
@@ -104,7 +113,7 @@ class Mesh:
         if self.token_ranks == 1:
             return None
         if torch.distributed.get_backend() == "gloo":
-            return self.data_group if self.plan.token_parts == 1 else None
+            return self.data_group
         made = [(ranks, torch.distributed.new_group(list(ranks), backend="gloo")) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
 
@@ -130,7 +139,7 @@ class TensorUnit:
         self._islands = mesh.plan.islands > 1
         # DeepSpeed 0.19.8 has no "no group": it reads None as the world and would reduce over all ranks. A group of one
         # rank stands for "nothing to reduce". It can go once `mpu` may return None for that.
-        if mesh.plan.dp == 1 or self._islands:
+        if mesh.token_ranks == 1 or self._islands:
             groups = [dist.new_group([rank]) for rank in range(mesh.plan.devices)]
             self._alone = groups[dist.get_rank()]
 
@@ -163,9 +172,9 @@ class TensorUnit:
         return self._mesh.data_ranks
 
     def get_data_parallel_rank(self) -> int:
-        """Index of this rank's replica."""
-        return self._mesh.data
+        """Index of this rank in the data-parallel group."""
+        return self._mesh.data * self._mesh.plan.token_parts + self._mesh.sequence
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of replicas."""
-        return self._mesh.plan.dp
+        """Size of the data-parallel group: sequence ranks hold the same shards as replicas do."""
+        return self._mesh.token_ranks

@@ -172,7 +172,7 @@ class Balancer:
         return self._mesh.token_ranks // self._mesh.plan.dp
 
     def _over_sequence(self, counts: torch.Tensor) -> torch.Tensor:
-        return all_sum(counts.clone(), self._mesh.inner_group) if self._sequence_ranks > 1 else counts
+        return all_sum(counts.clone(), self._mesh.sequence_group) if self._sequence_ranks > 1 else counts
 
     def finish(self) -> torch.Tensor | None:
         self._pass = None

@@ -58,10 +58,17 @@ RANK = 4
 """Largest rank of a tiny model's adapters."""
 
 
-def _sequence_places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup]]:
-    """For each sequence rank the group that it exchanges heads with, and its ring."""
-    rings = [thread_groups(axes.cp) for _ in range(axes.sp)]
-    return [(group, rings[group.index][place]) for place in range(axes.cp) for group in thread_groups(axes.sp)]
+def _places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup, ThreadGroup]]:
+    """For each rank its tensor group, the group that it exchanges heads with, and its ring."""
+    found = []
+    rings = [[thread_groups(axes.cp) for _ in range(axes.sp)] for _ in range(axes.tp)]
+    for context in range(axes.cp):
+        exchanges = [thread_groups(axes.sp) for _ in range(axes.tp)]
+        for ulysses in range(axes.sp):
+            for tensor in thread_groups(axes.tp):
+                ring = rings[tensor.index][ulysses][context]
+                found.append((tensor, exchanges[tensor.index][ulysses], ring))
+    return found
 
 
 def tiny_model_section(section: Model, axes: Axes) -> Model:
@@ -138,10 +145,10 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
 def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
         by_tokens = axes.sp * axes.cp > 1
-        groups = _sequence_places(axes) if by_tokens else [(group,) for group in thread_groups(axes.tp)]
+        groups = _places(axes)
         parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind) for group in groups]
         shares = [
-            _share(part.pieces[0], *group) if by_tokens else None for part, group in zip(parts, groups, strict=True)
+            _share(part.pieces[0], *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)
         ]
         with ThreadPoolExecutor(len(groups)) as pool:
             runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
@@ -149,12 +156,11 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
             if errors:  # ranks that waited for the one that failed have broken barriers
                 raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
             losses = [run.result() for run in runs]
-        found = sum(losses) if by_tokens else losses[0]
+        found = sum(losses[:: axes.tp])
         padded = " on padded data" if micro.attention_mask is not None else ""
         if abs(found - loss) > TOLERANCE * abs(loss):
             return Verdict(False, f"the loss{padded} of a tiny model is {found:.6f}; unsplit it is {loss:.6f}")
-        ranks = [part.pieces for part in parts]
-        together = [[piece for rank in ranks for piece in rank]] if by_tokens else ranks
+        together = [[piece for part in parts[first :: axes.tp] for piece in part.pieces] for first in range(axes.tp)]
         wrong = sorted({name for pieces in together for name in _wrong(pieces, gradients)})
         if wrong:
             names = ", ".join(wrong[:3])

@@ -54,7 +54,10 @@ def share_tokens(
     norm = _final_norm(model.get_submodule(name.rpartition(".")[0]), layers)
     if norm is not None:
         _sum_gradients(norm.parameters())
-    _leave_at(layers[-1] if norm is None else norm, group)
+    if norm is None:
+        _leave_at(layers[-1], group, lambda: True)
+    else:
+        _leave_at(norm, group, _runs_of(layers[-1]))
     return blocks.wrapped
 
 
@@ -215,18 +218,41 @@ def _enter_at(layer: torch.nn.Module, group: TensorGroup) -> None:
     wrap_call(layer, around)
 
 
-def _leave_at(layer: torch.nn.Module, group: TensorGroup) -> None:
-    """Gather the hidden states that leave a layer."""
+def _runs_of(layer: torch.nn.Module) -> Callable[[], bool]:
+    """Whether a layer has run since the last time that this was asked: a norm may be used before the layers, too."""
+    has_run = False
+
+    def around(call: styles.Forward) -> styles.Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            has_run = True
+            return call(*args, **kwargs)
+
+        return run
+
+    def asked() -> bool:
+        nonlocal has_run
+        found, has_run = has_run, False
+        return found
+
+    wrap_call(layer, around)
+    return asked
+
+
+def _leave_at(module: torch.nn.Module, group: TensorGroup, has_shares: Callable[[], bool]) -> None:
+    """Gather the hidden states that leave a module, if it is given shares."""
 
     def around(call: styles.Forward) -> styles.Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             output = call(*args, **kwargs)
+            if not has_shares():
+                return output
             own = next(value.shape[1] for value in (*args, *kwargs.values()) if _is_share(value))
             return tree_map(lambda value: join_tokens(value, group) if _is_share(value, own) else value, output)
 
         return run
 
-    wrap_call(layer, around)
+    wrap_call(module, around)
 
 
 def wrap_call(layer: torch.nn.Module, around: Callable[[styles.Forward], styles.Forward]) -> None:
