@@ -151,7 +151,7 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     """Activation bytes of `layers` layers that the micro-batches in flight keep until their backward pass."""
     inputs = layer_input_bytes(e)
     each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
-    buffers = each * inputs * in_flight if e.pp > 1 else 0.0
+    buffers = each * inputs * in_flight * (e.chunks if e.drops_gradients else 1) if e.pp > 1 else 0.0
     kept = e.recompute.kept
     if e.recompute.keeps_products:
         return layers * (inputs + products_bytes(e)) * in_flight + buffers

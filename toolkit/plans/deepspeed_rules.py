@@ -49,6 +49,21 @@ RULES: tuple[Rule, ...] = (
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
     ),
     Rule(
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.recompute != "none",
+        reason="zero_bubble keeps the inputs of linear layers until their weight gradients are computed, which is what "
+        "recomputation frees; use recompute none, or schedule interleaved",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.tp > 1,
+        reason="zero_bubble puts off the weight gradients of complete linear layers, and tensor shards compute theirs "
+        "beside their reductions; use schedule interleaved",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and job.workload.compiled,
+        reason="zero_bubble takes the backward pass of linear layers apart, which compiled layers do not have; use "
+        "schedule interleaved, or model.compile: none",
+    ),
+    Rule(
         forbids=lambda plan, job: plan.sp > 1 and plan.tp * plan.pp > 1,
         reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
     ),

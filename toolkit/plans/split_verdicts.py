@@ -29,11 +29,14 @@ class Axes:
     pp: int
     sp: int
     tensor_by: str = "slices"
+    weights_later: bool = False
+    """Whether gradients of weights are computed apart from those of inputs (zero bubble)."""
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
         """The axes of a plan; more than `MOST_STAGES` stages count as that many."""
-        return cls(plan.tp, min(plan.pp, MOST_STAGES), plan.sp, plan.tensor_by)
+        stages = min(plan.pp * plan.chunks, MOST_STAGES)
+        return cls(plan.tp, stages, plan.sp, plan.tensor_by, plan.schedule == "zero_bubble")
 
     @property
     def split(self) -> bool:

@@ -129,19 +129,22 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_nor
 
 
 def gradient_norm(held: Sequence[Held], mesh: Mesh) -> torch.Tensor:
-    """The norm of all gradients of a replica. Collective."""
+    """The norm of all gradients of a replica. Collective.
+
+    Squares are summed in float64, so that the norm does not depend on which rank holds which parameter.
+    """
     squares = mesh.sum_over_shards(_squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh)))
     if mesh.plan.ep > 1:  # the ranks of an expert group hold different experts, and there are dp / ep such groups
         experts = _squares(g for p, g in held if _is_expert(p))
         squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
-    return squares.sqrt()
+    return squares.sqrt().float()
 
 
 def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
     gradients = list(found)
     if not gradients:
-        return torch.zeros((), device=device())
-    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device())
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
