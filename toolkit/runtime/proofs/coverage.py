@@ -36,6 +36,9 @@ CASES: dict[str, Plan] = {
     "zero-3": Plan(strategy="zero", dp=2, zero_stage=3, zero_group=2, micro_batch=2, precision="fp32"),
     "tensor_parallel": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32"),
     "pipeline": Plan(strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, precision="fp32"),
+    "interleaved": Plan(
+        strategy="pipeline", pp=2, schedule="interleaved", chunks=2, micro_batch=1, grad_accum=4, precision="fp32"
+    ),
     "hybrid": Plan(strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"),
 }
 """Two ranks each, and 2 × 2 × 2 for the hybrid."""
