@@ -42,10 +42,17 @@ class Hybrid:
                     yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """tp 2 × pp 2, the remaining devices as replicas, with ZeRO 0 and 1."""
+        """tp 2 × pp 2, the remaining devices as replicas, with ZeRO 0 and 1, in both orders that it offers."""
         if devices % 4:
             return {}
-        return {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
+        sizes = {"tp": 2, "pp": 2, "grad_accum": 2}
+        orders: dict[str, dict[str, Any]] = {
+            "hybrid-2x2": {"schedule": "1f1b"},
+            "hybrid-2x2-interleaved": {"schedule": "interleaved", "chunks": 2},
+        }
+        return {
+            f"{name}+zero-{z}": {**sizes, **order, "zero_stage": z} for name, order in orders.items() for z in (0, 1)
+        }
 
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:

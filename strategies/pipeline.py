@@ -49,7 +49,8 @@ class Pipeline:
         sizes = [size for size in (2, 4) if devices % size == 0]
         cases = [(pp, stage) for pp in sizes for stage in (0, 1)]
         found: dict[str, dict[str, Any]] = {
-            f"pipeline-{pp}+zero-{z}": {"pp": pp, "zero_stage": z, "grad_accum": 2} for pp, z in cases
+            f"pipeline-{pp}+zero-{z}": {"pp": pp, "zero_stage": z, "grad_accum": 2, "schedule": "1f1b"}
+            for pp, z in cases
         }
         for schedule, z in itertools.product(("interleaved", "zero_bubble") if sizes else (), (0, 1)):
             fixed = {"pp": 2, "chunks": 2, "schedule": schedule, "zero_stage": z, "grad_accum": 4}
