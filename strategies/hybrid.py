@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import pipeline_sizes, schedules, sequence_sizes, tensor_sizes
+from strategies.legal import offloads, pipeline_sizes, schedules, sequence_sizes, tensor_sizes
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.plan import Job, Refusal
 
@@ -23,8 +23,8 @@ class Hybrid:
     name: str = "hybrid"
     summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
     axes: tuple[str, ...] = (
-        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute", "pipeline_bounds",
-        "schedule", "chunks",
+        "dp", "tp", "pp", "sp", "zero_stage", "zero_group", "offload", "micro_batch", "grad_accum", "recompute",
+        "pipeline_bounds", "schedule", "chunks",
     )  # fmt: skip
     needs: str = "what its axes need, and tp·pp·sp devices per replica"
     refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
@@ -38,7 +38,8 @@ class Hybrid:
             axes = (tp > 1) + (pp > 1) + (sp > 1)
             if axes > 1 and tp * sp <= WIDEST and job.cluster.devices % (tp * pp * sp) == 0:
                 for order in schedules(job, pp, tp):
-                    space = Space(tp=(tp,), pp=(pp,), sp=(sp,), zero_stage=_stages(job, pp), **order)
+                    sizes: dict[str, Any] = {"tp": (tp,), "pp": (pp,), "sp": (sp,), "offload": offloads(job)}
+                    space = Space(zero_stage=_stages(job, pp), **sizes, **order)
                     yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:

@@ -78,6 +78,11 @@ def _chunks_of_bounds(job: Job, pp: int) -> int:
     return stages // pp if stages % pp == 0 and stages else 1
 
 
+def offloads(job: Job) -> tuple[str, ...]:
+    """Offload of model-parallel plans: tried only if the recipe asks for it, as more ranks hold more states instead."""
+    return (job.fixed.get("offload", "none"),)
+
+
 def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
     """Sizes of `sp` above 1: must divide attention heads and tokens, which are exchanged in equal parts."""
     model, tokens = job.model, job.workload.seq_len

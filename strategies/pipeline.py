@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import pipeline_sizes, schedules
+from strategies.legal import offloads, pipeline_sizes, schedules
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.plan import Job, Refusal
 
@@ -24,6 +24,7 @@ class Pipeline:
         "pp",
         "zero_stage",
         "zero_group",
+        "offload",
         "micro_batch",
         "grad_accum",
         "recompute",
@@ -42,7 +43,7 @@ class Pipeline:
                 continue
             stages = deepspeed_rules.pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
             for order in schedules(job, pp):
-                yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages, **order))
+                yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages, offload=offloads(job), **order))
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
         """Two stages and, if the devices allow, four, with ZeRO 0 and 1; and the other schedules on two ranks."""

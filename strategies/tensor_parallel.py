@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import tensor_sizes
+from strategies.legal import offloads, tensor_sizes
 from toolkit.plans.plan import Job, Refusal
 
 
@@ -22,6 +22,7 @@ class TensorParallel:
         "tp",
         "zero_stage",
         "zero_group",
+        "offload",
         "micro_batch",
         "grad_accum",
         "recompute",
@@ -36,7 +37,8 @@ class TensorParallel:
             if isinstance(tp, Refusal):
                 yield tp
                 continue
-            yield from plans(self.name, job, Space(tp=(tp,), zero_stage=(0, 1, 2, 3), tensor_by=_ways(job)))
+            space = Space(tp=(tp,), zero_stage=(0, 1, 2, 3), offload=offloads(job), tensor_by=_ways(job))
+            yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
         """Two ranks per replica with every ZeRO stage; four with ZeRO 0."""

@@ -41,60 +41,74 @@ class Rule:
     """First DeepSpeed version without it; empty: none yet."""
     key: str = ""
     """The recipe key that causes it, if it does for every plan: reported as bad input before planning."""
+    limits: str = ""
+    """What of model parallelism it limits: its row in the table of limits in docs/model_parallelism.md."""
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.pp > 1 and plan.zero_stage > 1,
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
+        limits="pipeline with ZeRO 2 or 3",
     ),
     Rule(
         forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.recompute != "none",
         reason="zero_bubble keeps the inputs of linear layers until their weight gradients are computed, which is what "
         "recomputation frees; use recompute none, or schedule interleaved",
+        limits="zero bubble with recompute",
     ),
     Rule(
         forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.tp > 1,
         reason="zero_bubble puts off the weight gradients of complete linear layers, and tensor shards compute theirs "
         "beside their reductions; use schedule interleaved",
+        limits="zero bubble with tensor shards",
     ),
     Rule(
         forbids=lambda plan, job: plan.schedule == "zero_bubble" and job.workload.compiled,
         reason="zero_bubble takes the backward pass of linear layers apart, which compiled layers do not have; use "
         "schedule interleaved, or model.compile: none",
+        limits="zero bubble with compiled layers",
     ),
     Rule(
         forbids=lambda plan, job: plan.sp > 1 and plan.tp * plan.pp > 1,
         reason="sequence parallel runs with data parallel and ZeRO only: stages and tensor shards hold whole sequences",
+        limits="sequence axis with tensor or pipeline axes",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.tp * plan.pp * plan.sp > 1,
         reason="expert parallel runs with data parallel and ZeRO only",
+        limits="expert axis with other axes",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
         reason="expert parallel is offered with ZeRO 0 to 2: experts and other weights have different sharding groups",
+        limits="expert axis with ZeRO 3",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
         reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
     ),
     Rule(
-        forbids=lambda plan, job: plan.tp * plan.pp * plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
-        reason="without ZeRO, DeepSpeed's 16-bit optimizers leave shards and experts out of the gradient norm "
-        "and so clip wrongly; use zero_stage 1",
+        forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
+        reason="without ZeRO, DeepSpeed's 16-bit optimizers leave experts out of the gradient norm and so clip "
+        "wrongly; use zero_stage 1",
+        limits="expert axis in 16 bits without ZeRO",
     ),
     Rule(
-        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
-        reason="offload is offered with data parallel and ZeRO only: parity with tensor or pipeline axes is not proven",
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload not in ("none", "cpu"),
+        reason="with tensor or pipeline axes only optimizer states are offloaded, and only to the host: parity of "
+        "offloaded parameters and NVMe is not proven there; use offload: cpu",
+        limits="offload of parameters, or to NVMe, with tensor or pipeline axes",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.quantized_base,
         reason="4-bit weights (model.lora.quantize) can't be cut into shards or stages; use data_parallel or zero",
+        limits="QLoRA with tensor or pipeline axes",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.lora_rank > 0,
         reason="AutoTP does not cut adapters; leave tensor_by out: the toolkit's own shards do",
+        limits="AutoTP with LoRA",
     ),
     Rule(
         forbids=lambda plan, job: plan.islands > 1 and plan.precision == "fp16",
@@ -111,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.zero_stage == 0,
         reason="AutoTP without ZeRO reports no gradient norm; use zero_stage 1, 2 or 3",
+        limits="AutoTP without ZeRO",
     ),
     Rule(
         forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
@@ -197,9 +212,10 @@ RULES: tuple[Rule, ...] = (
         reason="V100 has no bf16; use precision fp16 or fp32",
     ),
     Rule(
-        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.pp > 1 or plan.offload != "none"),
-        reason="train.batch_ramp changes the number of micro-batches per step, which pipelines and offload fix at the "
-        "start; use data_parallel, zero without offload, tensor or sequence parallel",
+        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.chunks > 1 or plan.offload != "none"),
+        reason="train.batch_ramp changes the number of micro-batches per step, which interleaved and zero-bubble "
+        "schedules need in fixed rounds and offload fixes at the start; use schedule 1f1b and no offload",
+        limits="batch ramp with several chunks per rank, or offload",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
@@ -237,9 +253,10 @@ RULES: tuple[Rule, ...] = (
         key="train.reduce.algorithm",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
-        reason="lamb and lars scale updates by the norms of complete layers, but tensor, pipeline and expert ranks "
-        "hold only parts; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and (plan.ep > 1 or plan.tensor_by == "autotp"),
+        reason="lamb and lars scale updates by the norms of complete layers, but expert ranks and AutoTP do not tell "
+        "which parts they hold; use another strategy, or optimizer adamw or lion",
+        limits="LAMB and LARS with experts or AutoTP",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
@@ -277,6 +294,11 @@ REFERENCE_VERSION: Version = (0, 19, 8)
 
 UNKEEPABLE = "AutoTP does not report which slice of a parameter a rank holds, so checkpoints can't be written"
 """Why a plan with AutoTP can't be saved."""
+
+
+def limits() -> list[tuple[str, str]]:
+    """Combinations of model parallelism that are refused, with the reason: the table in the docs."""
+    return [(rule.limits, rule.reason) for rule in RULES if rule.limits]
 
 
 def unkeepable(plan: Plan) -> str:

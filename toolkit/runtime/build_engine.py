@@ -154,7 +154,8 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group)
-    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
+    noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None  # after the hooks that complete gradients
+    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss, noise=noise)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 

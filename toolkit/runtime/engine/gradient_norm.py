@@ -160,13 +160,13 @@ def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
 
 
 class NoiseMeter:
-    """Sums, on the device, the squared norm of every gradient that reaches a parameter."""
+    """Sums, on the device, the squared norm of every gradient that reaches a parameter; of shards, each its own."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: Mesh) -> None:
         self._mesh = mesh
         self._squares = torch.zeros((), dtype=torch.float32, device=device())
         for parameter in parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and _counts(parameter, mesh):
                 parameter.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _see(self, gradient: torch.Tensor) -> None:
@@ -177,6 +177,6 @@ class NoiseMeter:
 
         `accumulated`: micro-batches per rank, by which each gradient has been divided.
         """
-        total = self._mesh.sum_over_tokens(self._squares.clone())
+        total = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._squares.clone()))
         self._squares.zero_()
         return total.double() * accumulated / self._mesh.token_ranks

@@ -59,7 +59,8 @@ class PipelineEngine:
         self._mesh = mesh
         self._after_backward = parts.after_backward
         self._chunks = chunks
-        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
+        self._sums = train.grad_reduce == "sum"
+        self._accumulated = mesh.plan.grad_accum
         module = StagedModule(chunks, mesh)
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
@@ -69,6 +70,7 @@ class PipelineEngine:
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        module.sums_apart = bool(vars(self._engine.optimizer).get("use_grad_accum_attribute"))
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
@@ -119,7 +121,9 @@ class PipelineEngine:
         tokens, weighed = (one.total for one in count_tokens(batch, self._mesh))
         self._run.follow(batch)
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
-        self._chunks.feed(batch, self._scale * plan.grad_accum * plan.dp / max(weighed, 1))
+        self._accumulate(len(batch))
+        sequences = float(plan.global_batch // plan.grad_accum * len(batch) if self._sums else 1)
+        self._chunks.feed(batch, sequences * len(batch) * plan.dp / max(weighed, 1))
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
         loss = self._engine.train_batch()
@@ -129,7 +133,7 @@ class PipelineEngine:
         scale, skipped = self._scaling.last()
         return StepResult(
             numbers=StepNumbers(
-                loss=loss.squeeze() / self._scale,
+                loss=loss.squeeze() / sequences,
                 grad_norm=self._scaling.unscaled(self._norm.last()),
                 figures=figures_of(self.loss, weighed, self._over_replicas, loss),
             ),
@@ -139,6 +143,12 @@ class PipelineEngine:
             loss_scale=scale,
             own_nonfinite=torch.stack([stage.nonfinite.count for stage in self._chunks]).sum(0),
         )
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Set the number of micro-batches per step, which grows under a batch ramp."""
+        if micro_batches != self._accumulated:
+            engine, self._accumulated = self._engine, micro_batches
+            engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size * micro_batches)
 
     def watch(self, clock: Clock) -> None:
         """Attribute each instruction of DeepSpeed's schedule to a part of the step (`_INSTRUCTION_MAP` of 0.19.8)."""
@@ -185,6 +195,8 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
     def __init__(self, chunks: Chunks, mesh: Mesh) -> None:
         plan = mesh.plan
         self._shared: list[tuple[torch.nn.Parameter, Any]] = []
+        self.sums_apart = False
+        """Whether DeepSpeed's ZeRO optimizer sums gradients in an attribute of its own."""
         topology = PipeModelDataParallelTopology(num_pp=plan.pp, num_mp=plan.tp, num_dp=plan.dp)
         layers = [_Built(chunks) for _ in range(plan.pp)]
         super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=False)
@@ -228,7 +240,15 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
 
         DeepSpeed 0.19.8 skips a parameter without a gradient (`_exec_reduce_tied_grads`). If another stage has one,
         that stage waits forever. So missing gradients become zeros. This can go when it reduces missing gradients too.
+        It also looks for gradients in `grad` only; ZeRO in 16 bits that sums micro-batches in fp32 has them in
+        `grad_accum`, which is summed here. That can go when the test of tied weights with offload passes without it.
         """
+        if self.sums_apart:
+            for parameter, group in self._shared:
+                if parameter.grad_accum is None:  # type: ignore[attr-defined]
+                    parameter.grad_accum = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+                dist.all_reduce(parameter.grad_accum, group=group)  # type: ignore[attr-defined]
+            return []
         for parameter, _ in self._shared:
             if parameter.grad is None and getattr(parameter, "_hp_grad", None) is None:
                 parameter.grad = torch.zeros_like(parameter)
