@@ -106,6 +106,7 @@ def test_amx_counts_as_broken_only_if_its_tiles_are_not_described(tmp_path: Path
     assert read_cpuinfo(tmp_path / "missing") == ""
 
 
+@pytest.mark.slow
 def test_a_16_bit_matmul_works_after_an_import_of_the_interface() -> None:
     """On any machine; without the setting, oneDNN ends the process where AMX is broken."""
     code = "import toolkit.api, torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"

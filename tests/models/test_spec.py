@@ -331,6 +331,7 @@ def assert_counted_or_refused(config: Any) -> None:
         assert result.params >= result.active_params > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=800, deadline=None)
 @given(st.dictionaries(keys, values, max_size=6), types)
 def test_any_mapping_is_counted_or_refused(config: dict[str, Any], model_type: Any) -> None:

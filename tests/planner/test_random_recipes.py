@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -75,6 +76,7 @@ PLANNED: list[bool] = []
 """For every recipe that was tried: whether it was planned, or refused as bad input."""
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )
@@ -101,6 +103,7 @@ def test_random_recipes(recipe: dict[str, Any]) -> None:
         assert low < estimate.time.total < high
 
 
+@pytest.mark.slow
 def test_enough_of_them_were_planned() -> None:
     """Recipes that are all refused would prove nothing."""
     assert sum(PLANNED) >= len(PLANNED) / 8 > 0

@@ -18,6 +18,8 @@ from toolkit.recipe.sections import Lora, Model
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.sharding import shard_model, styles
 
+pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
+
 TENSOR = Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32")
 PIPELINE = Plan(strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32", pipeline_bounds=(0, 2, 4))
 PLANS = {

@@ -18,6 +18,8 @@ from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, enter_worker
 
+pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
+
 THREE = Plan(strategy="zero", dp=2, zero_stage=3, zero_group=2, micro_batch=2, precision="bf16")
 ZERO = ("strategy.name=zero", "strategy.zero_stage=2")
 

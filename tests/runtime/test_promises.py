@@ -11,6 +11,8 @@ from tests.helpers.parallel import ONE, assert_same, model, run
 from toolkit.plans.plan import Plan
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 
+pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
+
 PLANS = {
     "data_parallel": Plan(strategy="data_parallel", dp=2, micro_batch=2),
     "zero-2": Plan(strategy="zero", dp=2, zero_stage=2, zero_group=2, micro_batch=2),
@@ -28,7 +30,6 @@ def one_process(kind: str, data: str = "full") -> Trajectory:
     return run(model(kind), ONE, data=data)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_dropout_is_reproducible_bit_by_bit(name: str) -> None:
     section = model("llama" if name == "sequence_parallel" else "gpt2", dropout=0.2)

@@ -22,6 +22,8 @@ from toolkit.runtime.models import build
 from toolkit.runtime.models.first_weights import HostWeights
 from toolkit.runtime.supervision.warm_pool import Failure, call_on_ranks, first_failure
 
+pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
+
 ZERO = Plan(strategy="zero", dp=2, micro_batch=2, zero_group=2, precision="bf16")
 PLANS = {
     "zero 1": replace(ZERO, zero_stage=1),
@@ -112,7 +114,6 @@ NOISE_BYTES = 48 * 2**20
 """What libraries take on first use, whatever the size of the model."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero 1", "zero 3", "tensor"])
 def test_the_predicted_start_is_the_measured_one(name: str, tmp_path: Path) -> None:
     section = Model(config=WIDE, init="scratch", precision="bf16")

@@ -5,7 +5,7 @@ Like `RULES` in plans/deepspeed_rules.py, but these depend on the recipe, not on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toolkit.plans.deepspeed_rules import UNKEEPABLE, unkeepable
@@ -18,6 +18,8 @@ from toolkit.recipe.sections import Recipe
 class RecipeRule:
     """A plan that does not do what the recipe asks for."""
 
+    asks: Callable[[Recipe], bool] = lambda recipe: True
+    """Whether the recipe asks for what the rule is about; asked once per search, the other thousands of times."""
     forbids: Callable[[Recipe, Plan], bool]
     """Whether the rule refuses this plan."""
     reason: str
@@ -28,64 +30,77 @@ class RecipeRule:
 
 RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.train.objective is not None and plan.sp > 1,
+        asks=lambda recipe: recipe.train.objective is not None,
+        forbids=lambda recipe, plan: plan.sp > 1,
         reason="train.objective {recipe.train.objective} sums over complete answers, and sequence parallel cuts them; "
         "use data_parallel, zero, tensor_parallel, pipeline or hybrid",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.train.objective is not None and plan.islands > 1,
+        asks=lambda recipe: recipe.train.objective is not None,
+        forbids=lambda recipe, plan: plan.islands > 1,
         reason="train.objective {recipe.train.objective} averages over the pairs of the global batch, and islands "
         "weigh their losses by tokens; use another strategy than local_sgd",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: _has_other_task(recipe) and plan.sp > 1,
+        asks=lambda recipe: _has_other_task(recipe),
+        forbids=lambda recipe, plan: plan.sp > 1,
         reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "
         "{recipe.model.task}",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: _has_other_task(recipe) and plan.tensor_by == "autotp" and plan.tp > 1,
+        asks=lambda recipe: _has_other_task(recipe),
+        forbids=lambda recipe, plan: plan.tensor_by == "autotp" and plan.tp > 1,
         reason="AutoTP is tried on causal language models only, and data.format needs {recipe.model.task}; "
         "leave tensor_by out",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.model.task == "seq2seq" and plan.pp > 1,
+        asks=lambda recipe: recipe.model.task == "seq2seq",
+        forbids=lambda recipe, plan: plan.pp > 1,
         reason="every decoder layer reads the encoder's output: each stage would compute the whole encoder",
         limits="pipeline of an encoder-decoder",
     ),
     RecipeRule(
+        asks=lambda recipe: recipe.checkpoint.every > 0,
         forbids=lambda recipe, plan: recipe.checkpoint.every % plan.local_steps > 0,
         reason="checkpoint.every ({recipe.checkpoint.every}) must be a multiple of local_steps ({plan.local_steps}): "
         "islands have equal weights only after an exchange",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.metrics.noise_scale and not tells_noise(plan),
+        asks=lambda recipe: recipe.metrics.noise_scale,
+        forbids=lambda recipe, plan: not tells_noise(plan),
         reason="metrics.noise_scale compares gradients of micro-batches with that of the global batch: it needs "
         "data_parallel, zero or tensor_parallel, and at least two micro-batches per step over all devices",
         limits="noise scale with pipeline, sequence or expert axes, AutoTP, or islands",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.train.outer is not None and plan.islands == 1,
+        asks=lambda recipe: recipe.train.outer is not None,
+        forbids=lambda recipe, plan: plan.islands == 1,
         reason="train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd",
     ),
     RecipeRule(
+        asks=lambda recipe: _delay_steps(recipe) > 0,
         forbids=lambda recipe, plan: _delay_steps(recipe) > plan.local_steps,
         reason="train.outer.delay_steps ({recipe.train.outer.delay_steps}) must be at most local_steps "
         "({plan.local_steps}), the length of a round",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: _is_async(recipe) and _has_outer_momentum(recipe),
+        asks=lambda recipe: _is_async(recipe) and _has_outer_momentum(recipe),
+        forbids=lambda recipe, plan: True,
         reason="train.outer.optimizer nesterov would add momentum to stale updates; use average with mode async",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: _is_async(recipe) and recipe.train.on_spike != "ignore",
+        asks=lambda recipe: _is_async(recipe) and recipe.train.on_spike != "ignore",
+        forbids=lambda recipe, plan: True,
         reason="train.on_spike rewind needs islands that are at the same step; use ignore with mode async",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: recipe.checkpoint.every > 0 and bool(unkeepable(plan)),
+        asks=lambda recipe: recipe.checkpoint.every > 0,
+        forbids=lambda recipe, plan: bool(unkeepable(plan)),
         reason=f"{UNKEEPABLE}; use checkpoint.every 0",
     ),
     RecipeRule(
-        forbids=lambda recipe, plan: _is_quantized(recipe) and plan.zero_stage == 3,
+        asks=lambda recipe: _is_quantized(recipe),
+        forbids=lambda recipe, plan: plan.zero_stage == 3,
         reason="4-bit weights (model.lora.quantize) can't be sharded by ZeRO 3; use zero_stage 0, 1 or 2",
     ),
 )
@@ -98,17 +113,20 @@ def limits() -> list[tuple[str, str]]:
 
 def keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:
     """The proposals; plans that a rule forbids become refusals with the reason of the first such rule."""
+    rules = [rule for rule in RULES if rule.asks(recipe)]
     for proposal in proposals:
-        if isinstance(proposal, Plan) and (reason := _reason(recipe, proposal)):
+        if isinstance(proposal, Plan) and (reason := _reason(rules, recipe, proposal)):
             yield Refusal(proposal.strategy, reason, proposal)
         else:
             yield proposal
 
 
-def _reason(recipe: Recipe, plan: Plan) -> str:
+def _reason(rules: Sequence[RecipeRule], recipe: Recipe, plan: Plan) -> str:
     """Why the recipe can't use the plan; empty if it can."""
-    found = next((rule for rule in RULES if rule.forbids(recipe, plan)), None)
-    return found.reason.format(recipe=recipe, plan=plan) if found else ""
+    for rule in rules:
+        if rule.forbids(recipe, plan):
+            return rule.reason.format(recipe=recipe, plan=plan)
+    return ""
 
 
 def _has_other_task(recipe: Recipe) -> bool:

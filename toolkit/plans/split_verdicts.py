@@ -63,8 +63,7 @@ def judged(proposals: Iterable[Plan | Refusal], verdict: Callable[[Axes], Verdic
     """The proposals; plans whose split is known to be wrong become refusals."""
     known: dict[Axes, Verdict | None] = {}
     for proposal in proposals:
-        if isinstance(proposal, Plan) and Axes.of(proposal).split:
-            axes = Axes.of(proposal)
+        if isinstance(proposal, Plan) and (axes := Axes.of(proposal)).split:
             if axes not in known:
                 known[axes] = verdict(axes)
             found = known[axes]

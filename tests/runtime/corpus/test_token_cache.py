@@ -95,6 +95,7 @@ def make_as_rank(root: Path, source: str) -> tuple[int, int]:
     return len(documents.tokens), count
 
 
+@pytest.mark.slow
 def test_one_rank_writes_and_the_others_wait(tmp_path: Path, source: str) -> None:
     results = call_on_ranks(make_as_rank, tmp_path / "cache", source, nproc=3)
     assert first_failure(results) is None

@@ -20,6 +20,7 @@ print(*sorted({"torch._inductor.compile_fx", "peft", "bitsandbytes", "datasets"}
 """
 
 
+@pytest.mark.slow
 def test_a_worker_imports_no_compiler_and_no_extra() -> None:
     """Each costs every rank of every run seconds of CPU."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, timeout=120)

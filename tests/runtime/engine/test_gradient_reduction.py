@@ -21,6 +21,8 @@ from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
+pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
+
 TWO = Plan(strategy="data_parallel", dp=2, micro_batch=2, precision="fp32")
 FOUR = Plan(strategy="data_parallel", dp=4, micro_batch=1, precision="fp32")
 
@@ -79,7 +81,6 @@ def alone() -> Trajectory:
     return run(ONE)[0]
 
 
-@pytest.mark.slow
 def test_hierarchical_is_flat_and_sends_shards_between_hosts(alone: Trajectory) -> None:
     flat, before = run(FOUR)
     found, seen = run(FOUR, Reduce(algorithm="hierarchical"))

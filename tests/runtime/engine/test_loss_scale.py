@@ -50,6 +50,7 @@ def exact() -> list[tuple[float, float]]:
     return [(loss, norm) for loss, norm, _, _ in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_steps_are_skipped_until_gradients_fit_and_then_learn_as_in_fp32(
     name: str, exact: list[tuple[float, float]]

@@ -41,6 +41,7 @@ def test_it_is_adam_first_and_stays_near_it_when_it_compresses(train: Trainer, t
     assert rest.losses == signs.losses[6:]
 
 
+@pytest.mark.slow
 def test_16_bits_compress_too(train: Trainer) -> None:
     found = train(*ONE_BIT, "train.freeze_steps=2", "train.steps=6", "model.precision=bf16")
     assert found.losses[-1] < found.losses[0]

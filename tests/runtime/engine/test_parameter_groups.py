@@ -12,9 +12,10 @@ from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Lora, Train
+from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.engine.parameter_groups import parameter_groups, with_adapter_rate
 
-DECAYING = replace(ADAM, lr=0.01, weight_decay=0.5, lr_multipliers={"*embed*": 0.25})
+DECAYING = replace(ADAM, lr=0.003, weight_decay=0.5, lr_multipliers={"*wte*": 0.25})
 ZERO = Plan(strategy="zero", dp=2, zero_group=2, micro_batch=2, precision="fp32")
 PLANS = {
     "data parallel": Plan(strategy="data_parallel", dp=2, micro_batch=2, precision="fp32"),
@@ -32,6 +33,12 @@ PLANS = {
         pipeline_bounds=(0, 2, 4),
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def expected() -> Trajectory:
+    """One process's losses and norms."""
+    return run(model("gpt2"), ONE, DECAYING)
 
 
 def named(**shapes: tuple[int, ...]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -68,9 +75,15 @@ def test_second_matrices_of_adapters_learn_faster() -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_every_strategy_updates_as_one_process(name: str) -> None:
+def test_every_strategy_updates_as_one_process(name: str, expected: Trajectory) -> None:
     section = model("gpt2")  # it has biases and a table of positions
-    assert_same(run(section, ONE, DECAYING), run(section, PLANS[name], DECAYING))
+    assert_same(expected, run(section, PLANS[name], DECAYING))
+
+
+def test_decay_and_multipliers_change_the_gradient_norms(expected: Trajectory) -> None:
+    """By more than the comparison of strategies allows, or it would not see them."""
+    for other in (replace(DECAYING, decay="all"), replace(DECAYING, lr_multipliers={})):
+        assert largest_difference(expected.grad_norm, run(model("gpt2"), ONE, other).grad_norm) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["ZeRO 2", "data parallel"])

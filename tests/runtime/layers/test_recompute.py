@@ -23,6 +23,8 @@ from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.build import build_model
 
+pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
+
 MORE = RECOMPUTES[1:]
 
 

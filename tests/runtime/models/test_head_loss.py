@@ -137,6 +137,7 @@ def test_a_model_with_another_loss_keeps_its_logits() -> None:
     )
 
 
+@pytest.mark.slow
 def test_bytes_do_not_grow_with_the_vocabulary() -> None:
     """A quarter of the tokens of a real micro-batch, all ids of a real vocabulary, a narrow model."""
     tokens, width, vocabulary = 2048, 32, 128_256
