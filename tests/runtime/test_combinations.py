@@ -11,6 +11,8 @@ from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run
 from toolkit.plans.plan import Plan
 from toolkit.sessions.parity import largest_difference
 
+pytestmark = pytest.mark.slow
+
 TENSOR = Plan(strategy="tensor_parallel", tp=2, micro_batch=2, grad_accum=2, precision="fp32")
 STAGES = Plan(strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32")
 PLANS = {"tensor": TENSOR, "pipeline": STAGES}
@@ -43,7 +45,6 @@ def test_norms_of_layers_whose_parts_are_on_several_ranks(name: str, stage: int,
     assert_same(run(section, ONE, train), run(section, replace(PLANS[name], zero_stage=stage), train), loss=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["name: pipeline, pp: 2", "name: tensor_parallel, tp: 2"])
 def test_a_batch_that_grows(train: Trainer, axes: str) -> None:
     ramp = ("train.steps=5", "train.batch_ramp={start: 2, stage_steps: 2}", "strategy.micro_batch=1")
@@ -54,7 +55,6 @@ def test_a_batch_that_grows(train: Trainer, axes: str) -> None:
     assert [record["tokens"] for record in found.records] == [record["tokens"] for record in alone.records]
 
 
-@pytest.mark.slow
 def test_the_noise_scale_of_tensor_shards_is_that_of_one_process(train: Trainer) -> None:
     base = ("train.steps=4", "strategy.micro_batch=2", "metrics.noise_scale=true")
     alone = train(*base, "strategy.name=data_parallel", nproc=1)
