@@ -12,6 +12,9 @@ PIP_INSTALL := $(BIN)/pip install -q --no-compile
 # own, and nothing else should find a Triton.
 LIGER := $(VENV)/liger
 
+# A local S3 server for tests of buckets, apart as well: it runs as a process of its own.
+S3 := $(VENV)/s3
+
 # What tests of many hosts and of Slurm use; without root they are skipped, and say so.
 TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client
 
@@ -21,7 +24,7 @@ demo: $(DEMO_INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
 # Two files at a time: tests wait for processes to start, to time out and to end more than they compute.
-test: $(INSTALLED) $(LIGER) test-packages
+test: $(INSTALLED) $(LIGER) $(S3) test-packages
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 # Without the tests that take long.
@@ -90,8 +93,11 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt .ci/hashes-demo.txt .ci/hashes
 $(LIGER): $(INSTALLED)
 	$(BIN)/pip install -q --no-deps --target $@ liger-kernel==0.8.5 triton==3.9.0
 
+$(S3): $(INSTALLED)
+	$(PIP_INSTALL) --target $@ 'moto[s3]==5.2.5' flask==3.1.3 flask-cors==6.0.5
+
 $(INSTALLED): $(DEMO_INSTALLED)
 	$(PIP_INSTALL) --no-deps --require-hashes -r .ci/hashes-rest.txt
-	$(PIP_INSTALL) -c constraints.txt -e '.[dev,gpu,lora,qlora,ray,report,tensorboard,vision]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[dev,gpu,islands,lora,qlora,ray,report,tensorboard,vision]'
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	touch $@

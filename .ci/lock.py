@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-EXTRAS = "dev,gpu,lora,qlora,ray,report,tensorboard,vision"
+EXTRAS = "dev,gpu,islands,lora,qlora,ray,report,tensorboard,vision"
 HEAD = "# Made by `make lock`: wheels that serve all machines, with their hashes.\n"
 
 

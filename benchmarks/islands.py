@@ -35,10 +35,9 @@ from toolkit.run_dir import heartbeat
 from toolkit.run_dir.async_islands import gather
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_store import serve
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker, run_warm
+from toolkit.sessions.islands import local_store, prepare_islands, watch_islands
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.start import prepare_islands, watch_islands
 
 MBIT = 50
 ROUND = 50
@@ -186,14 +185,14 @@ def asynchronous(
     with tempfile.TemporaryDirectory(prefix="islands-") as folder:
         resolved = resolve(load_recipe(find_recipe("demo"), [*SMALL, *overrides]), 2)
         run = resolved.write(Path(folder) / "run")
-        mailbox, said = serve("127.0.0.1", 0), io.StringIO()
-        parts = prepare_islands(resolved, run, ("127.0.0.1", int(mailbox.port)))
-        if disturb:
-            threading.Thread(target=disturb, args=(run,), daemon=True).start()
-        enter = Lagging(times)
-        code = watch_islands(
-            parts, Console(file=said, width=200), restarts, lambda command: WarmProcess.start(command, enter)
-        )
+        said, enter = io.StringIO(), Lagging(times)
+        with local_store(run) as place:
+            parts = prepare_islands(resolved, run, place)
+            if disturb:
+                threading.Thread(target=disturb, args=(run,), daemon=True).start()
+            code = watch_islands(
+                parts, Console(file=said, width=200), restarts, lambda command: WarmProcess.start(command, enter)
+            )
         gather(run, 2, "done")
         found = measured(name, run)
         fast = measured(f"{name}: island 0", run.island(0))

@@ -12,7 +12,8 @@ from toolkit.errors import BadInput
 from toolkit.launching import launchers
 from toolkit.launching.hostfile import Host, read_hostfile
 from toolkit.run_dir.async_islands import parse_address
-from toolkit.sessions.hosts import IslandOptions, LaunchOptions
+from toolkit.sessions.hosts import LaunchOptions
+from toolkit.sessions.islands import IslandOptions
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +42,15 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rendezvous",
         "--mailbox",
-        metavar="HOST:PORT",
-        help="with train.outer.mode=async: address of `toolkit rendezvous` (--mailbox is the old name)",
+        metavar="ADDRESS",
+        help="with train.outer.mode=async: where islands meet: https://HOST:PORT of `toolkit mailbox`, or a directory "
+        "or bucket (file:///DIR, s3://BUCKET/PREFIX, gs://…)",
+    )
+    parser.add_argument(
+        "--mailbox-key",
+        type=Path,
+        metavar="FILE",
+        help="key of that store, as `toolkit mailbox --init` writes it (islands.key)",
     )
     parser.add_argument(
         "--island", type=int, metavar="K", help="start only this island, counted from 0; needs --rendezvous"
@@ -54,13 +62,16 @@ def read_launch_options(args: argparse.Namespace, *, resuming: bool = False) -> 
     if (args.rendezvous is None) != (args.island is None):
         what = "--island and --rendezvous go together: which island this is, and where it meets the others"
         raise BadInput("--island", what)
+    if (args.rendezvous is None) != (args.mailbox_key is None):
+        what = "--rendezvous and --mailbox-key go together: where the islands meet, and the secret that lets them in"
+        raise BadInput("--mailbox-key", what)
     address = None if args.rendezvous is None else parse_address(args.rendezvous)
     return LaunchOptions(
         launcher=args.launcher,
         hosts=_read_hosts(args),
         max_restarts=args.max_restarts,
         resuming=resuming,
-        islands=IslandOptions(address, args.island),
+        islands=IslandOptions(address, args.mailbox_key, args.island),
     )
 
 

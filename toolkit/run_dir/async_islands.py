@@ -122,16 +122,18 @@ def _link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-MAILBOX, ISLAND = "TOOLKIT_MAILBOX", "TOOLKIT_ISLAND"
-"""Environment variables: `host:port` of the update store, and `island/islands/founder`."""
+MAILBOX, KEY, ISLAND = "TOOLKIT_MAILBOX", "TOOLKIT_MAILBOX_KEY", "TOOLKIT_ISLAND"
+"""Environment variables: address of the update store, file with its key, and `island/islands/founder`."""
 
 
 @dataclass(frozen=True)
 class Membership:
     """What the workers of an asynchronous island know about the others."""
 
-    host: str
-    port: int
+    address: str
+    """Where the islands meet, as `parse_address` returns it."""
+    key_file: str
+    """File with the secret of the run; the secret itself is in no environment and on no command line."""
     island: int
     islands: int
     founder: int = 0
@@ -139,23 +141,39 @@ class Membership:
 
     def env(self) -> dict[str, str]:
         """Environment variables for the workers of the island."""
-        return {MAILBOX: f"{self.host}:{self.port}", ISLAND: f"{self.island}/{self.islands}/{self.founder}"}
+        place = f"{self.island}/{self.islands}/{self.founder}"
+        return {MAILBOX: self.address, KEY: self.key_file, ISLAND: place}
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Membership | None:
         """The membership in an environment; None if the run is not asynchronous."""
-        if MAILBOX not in env:
+        if ISLAND not in env:
             return None
-        host, port = parse_address(env[MAILBOX])
-        return cls(host, port, *(int(word) for word in env[ISLAND].split("/")))
+        return cls(env[MAILBOX], env[KEY], *(int(word) for word in env[ISLAND].split("/")))
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Split `host:port`; raises `BadInput` if the text is not such an address."""
-    host, _, port = text.rpartition(":")
+SCHEMES = ("https", "file", "s3", "gs", "az")
+"""Kinds of addresses: the server of `toolkit mailbox`, a shared directory, and buckets."""
+
+
+def parse_address(text: str) -> str:
+    """The address of an update store, `HOST:PORT` completed to `https://HOST:PORT`; raises `BadInput` for others."""
+    required = (
+        "https://HOST:PORT is required, as `toolkit mailbox` prints it, or a directory or bucket that all islands "
+        "reach: file:///DIR, s3://BUCKET/PREFIX, gs://…, az://…"
+    )
+    scheme, separator, rest = text.partition("://")
+    address = text if separator else f"https://{text}"
+    if separator and scheme not in SCHEMES:
+        raise BadInput("--mailbox", f"{text!r} given; {required}")
+    if not address.startswith("https://"):
+        if not rest.strip("/") or (scheme == "file" and not rest.startswith("/")):
+            raise BadInput("--mailbox", f"{text!r} given; {required}")
+        return address
+    host, _, port = address.removeprefix("https://").rstrip("/").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise BadInput("--mailbox", f"{text!r} given; HOST:PORT is required, as `toolkit mailbox` prints it")
-    return host, int(port)
+        raise BadInput("--mailbox", f"{text!r} given; {required}")
+    return f"https://{host}:{port}"
 
 
 BELOW, BEYOND = "chunks_below", "chunk."

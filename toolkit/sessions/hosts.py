@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.layout import RunDir
 from toolkit.secrets import is_secret_variable
 from toolkit.sessions import ray
+from toolkit.sessions.islands import IslandOptions
 from toolkit.sessions.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -30,16 +31,6 @@ if TYPE_CHECKING:
 
 _SHELL_SAFE = re.compile(r"[A-Za-z0-9_./+=:@%-]+")
 """Text that means the same to a shell, unquoted: pdsh passes arguments to the shells of other hosts as they are."""
-
-
-@dataclass(frozen=True)
-class IslandOptions:
-    """Which asynchronous islands this command starts, and where they exchange updates."""
-
-    rendezvous: tuple[str, int] | None = None
-    """Host and port of `toolkit rendezvous`; None: the update store is served by this process."""
-    island: int | None = None
-    """The only island to start, counted from 0; None: all."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class LaunchOptions:
     """How often a failed run is restarted from its last checkpoint."""
     resuming: bool = False
     """Whether the run directory already exists and its run continues."""
-    islands: IslandOptions = IslandOptions()
+    islands: IslandOptions = field(default_factory=IslandOptions)
     """Used by asynchronous islands only."""
 
 

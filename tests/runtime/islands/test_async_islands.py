@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -21,18 +22,22 @@ from rich.console import Console
 
 from toolkit.checkpoints import store
 from toolkit.cli import main
+from toolkit.errors import BadInput
 from toolkit.launching.launchers import Command
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat
-from toolkit.run_dir.async_islands import gather, parse_address
+from toolkit.run_dir.async_islands import Membership, gather, parse_address
 from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_store import serve
+from toolkit.runtime.islands.async_store import Update, UpdateStore
+from toolkit.runtime.islands.signed_store import SignedStore
+from toolkit.runtime.islands.store_access import StoreKey, read_key
+from toolkit.runtime.islands.transports import open_transport
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
+from toolkit.sessions.islands import MeetingPlace, local_store, prepare_islands, watch_islands
 from toolkit.sessions.resolve import resolve
-from toolkit.sessions.start import prepare_islands, watch_islands
 
 pytestmark = pytest.mark.slow
 
@@ -82,6 +87,8 @@ def together(recipe_mapping: dict[str, Any], tmp_path: Path) -> Together:
         restarts: int = 0,
         disturb: Callable[[RunDir], None] | None = None,
         enter: Callable[[Command], Any] | None = None,
+        only: int | None = None,
+        meet: Callable[[MeetingPlace], None] = lambda place: None,
     ) -> Ended:
         base = (
             f"train.steps={STEPS}", "train.outer={mode: async}", "checkpoint.every=6",
@@ -89,11 +96,13 @@ def together(recipe_mapping: dict[str, Any], tmp_path: Path) -> Together:
         )  # fmt: skip
         resolved = resolve(make_recipe(recipe_mapping, [*base, *overrides]), nproc)
         directory = resolved.write(tmp_path / "run", resuming=(tmp_path / "run").exists())
-        mailbox, text = serve("127.0.0.1", 0), io.StringIO()
-        parts = prepare_islands(resolved, directory, ("127.0.0.1", int(mailbox.port)))
-        if disturb:
-            threading.Thread(target=disturb, args=(directory,), daemon=True).start()
-        code = watch_islands(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
+        text = io.StringIO()
+        with local_store(directory) as place:
+            parts = prepare_islands(resolved, directory, place, only)
+            meet(place)
+            if disturb:
+                threading.Thread(target=disturb, args=(directory,), daemon=True).start()
+            code = watch_islands(parts, Console(file=text, width=200), restarts, enter or WarmProcess.start)
         gather(directory, 2, "done")
         return Ended(directory, code, text.getvalue())
 
@@ -187,10 +196,11 @@ def test_who_lags_does_less(together: Together) -> None:
 
 def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
     """`toolkit mailbox`, and one island from each of two directories, as on two hosts."""
-    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0"]
+    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0", "--keys", str(tmp_path / "keys")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as mailbox:
         assert mailbox.stdout is not None
-        place = parse_address(mailbox.stdout.readline().split("--rendezvous ")[1].strip())
+        address, key = mailbox.stdout.readline().split("--rendezvous ")[1].strip().split(" --mailbox-key ")
+        place = MeetingPlace(parse_address(address), key)
         axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
         resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
         runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
@@ -206,7 +216,9 @@ def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_
     ("argv", "reason"),
     [
         (["--island", "0"], "--island and --rendezvous go together"),
-        (["--island", "0", "--mailbox", "here"], "HOST:PORT is required"),
+        (["--island", "0", "--mailbox", "here"], "--rendezvous and --mailbox-key go together"),
+        (["--island", "0", "--mailbox", "here", "--mailbox-key", "k"], "https://HOST:PORT is required"),
+        (["--island", "0", "--mailbox", "ftp://a/b", "--mailbox-key", "k"], "https://HOST:PORT is required"),
     ],
 )
 def test_bad_arguments(
@@ -226,3 +238,40 @@ def test_refusals(recipe_mapping: dict[str, Any]) -> None:
     assert "stale" in refused.refused[0].reason
     fine = replace(recipe, train=replace(recipe.train, outer=replace(recipe.train.outer, optimizer="average")))
     assert resolve(fine, 2).decision.chosen is not None
+
+
+def attack(place: MeetingPlace, count: int) -> None:
+    """Bad updates in the name of the second island: without the secret, with another one, and with the run's own."""
+    key = read_key(place.key_file)
+    stranger, other = open_transport(place.address, key), StoreKey(b"o" * 32)
+    foreign = SignedStore(stranger, other)
+    insider = UpdateStore(Membership(place.address, place.key_file, 1, 2), 0, 1)
+    kinds: list[Callable[[int], object]] = [
+        lambda n: insider.publish(Update(1, n // 8, n, 0.5, torch.full((7,), 255, dtype=torch.uint8)), 1),
+        lambda n: insider.publish(Update(1, n // 8, 10**9, 0.5, torch.zeros(4, dtype=torch.uint8)), 1),
+        lambda n: insider.write(f"update/1/{n // 8}/head", [0, float("inf"), 1]),
+        lambda n: insider.write(f"update/1/{n // 8}/head", "nonsense"),
+        lambda n: stranger.put(f"update/1/{n}/head", b"[0, 1.0, 1]"),
+        lambda n: stranger.put(f"updates/1/{n + 1}", b""),
+        lambda n: foreign.write(f"update/1/{n}/head", [0, 1.0, 1]),
+        lambda n: stranger.put(f"update/1/{n}/1/0/0", bytes(9 << 20)),
+    ]
+    with contextlib.suppress(BadInput):  # the store is gone with the run
+        for number in range(count):
+            kinds[number % len(kinds)](number)
+
+
+def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
+    """An island alone in a run of two, left in peace and attacked: the same losses, bit for bit."""
+    losses = []
+    for count in (0, 96):
+        places: list[MeetingPlace] = []
+        attacked = after(0, 1, lambda island, count=count, places=places: attack(places[0], count))  # type: ignore[misc]
+        done = together(only=0, meet=places.append, disturb=attacked)
+        assert done.code == 0, done.said
+        losses.append([record["loss"] for record in done.records])
+        log = done.run.island(0).log(0).read_text()
+        assert ("is dropped" in log) == bool(count), log
+        done.run.path.rename(tmp_path / f"attacked {count} times")
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2 * STEPS

@@ -26,7 +26,7 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_join import Joined, join
+from toolkit.runtime.islands.async_join import Joined, join, next_round
 from toolkit.runtime.islands.async_store import Snapshot, Update, UpdateStore
 from toolkit.runtime.islands.async_transfer import BackgroundTransfer
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
@@ -69,6 +69,9 @@ class AsyncIslandEngine:
         self._masters = FlatMasters(inner.state, mesh)
         self._codec = ErrorFeedbackCodec(outer.bits, self._masters.part())
         self._state = AsyncIslandState(inner.state, self._masters, self._codec)
+        self.dropped = [0] * membership.islands
+        """Updates of each island that were not applied because a check failed."""
+        self._dropped_rounds: set[int] = set()
         self._run_is_over = False
         self._rounds_done = 0
         self._round = 0
@@ -114,16 +117,17 @@ class AsyncIslandEngine:
 
     def rounds(self, waits: Waits) -> Iterator[range]:
         """Steps to train, one round at a time, until all islands together have done all, or a stop is requested."""
-        joined = join(self._store, self._membership, self._state, self._agree, waits.tick)
+        joined = join(self._store, self._membership, self._state, self._agree, self._all, waits.tick)
         if joined is None:
             self._run_is_over = True
             return
         self._joined = joined
         if self._is_first_rank:
-            self._store.number(f"beat/{self._island}", 1)  # alive before it claims anything
+            self._store.send_beat(time.time_ns())  # alive before it claims anything
         self._transfer = BackgroundTransfer(
-            self._membership, self._mesh.data, self._mesh.plan.dp, joined.seen, own_until=joined.own_updates
-        )
+            self._membership, self._mesh.data, self._mesh.plan.dp, joined.seen,
+            own_until=joined.own_updates, num_bytes=self._codec.num_bytes,
+        )  # fmt: skip
         try:
             while (number := self._next_round(waits)) is not None:
                 self._round = number
@@ -166,9 +170,9 @@ class AsyncIslandEngine:
         if self._rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
             return int(unfinished)  # an earlier incarnation of this island had claimed it
         if store.number("redo/taken") < store.number("redo/count"):
-            number = int(store.read(f"redo/{store.number('redo/taken', 1) - 1}"))
+            number = self._redo(store.number("redo/taken", 1) - 1)
         else:
-            number = store.number("next", 1) - 1
+            number = next_round(store, 1) - 1
         if number >= self._num_rounds:
             number = next((orphan for orphan in self._orphans() if self._take_over(orphan)), -1)
         if number < 0:
@@ -176,6 +180,12 @@ class AsyncIslandEngine:
         store.write(f"base/{own}", self._total_updates())
         store.write(f"open/{own}", number)
         return number
+
+    def _redo(self, index: int) -> int:
+        """The round of a request to do one again; its number is written just after the request is counted."""
+        while (number := self._store.read(f"redo/{index}")) is None:
+            time.sleep(POLL_SECONDS)
+        return int(number)
 
     def _take_over(self, number: int) -> bool:
         """Claim a round that an earlier incarnation or a lost island did not finish; False if another island has it."""
@@ -191,11 +201,13 @@ class AsyncIslandEngine:
         return [self._island, self._joined.incarnation]
 
     def _orphans(self) -> list[int]:
-        """Unfinished rounds of islands that have left."""
+        """Unfinished rounds of islands that have left, and rounds whose updates were dropped."""
         others = [island for island in range(self._membership.islands) if island != self._island]
-        left = [i for i in others if self._transfer.has_left(i, self._store.number(f"beat/{i}"))]
-        found = [self._store.read(f"open/{island}") for island in left]
-        return [int(number) for number in found if number is not None and number not in self._state.completed]
+        left = [i for i in others if self._transfer.has_left(i, self._store.beat(i))]
+        found = {self._store.read(f"open/{island}") for island in left}
+        in_work = {self._store.read(f"open/{island}") for island in others if island not in left}
+        found |= self._dropped_rounds - in_work
+        return sorted(number for number in found if number is not None and number not in self._state.completed)
 
     def _total_updates(self) -> int:
         return sum(self._store.num_updates(island) for island in range(self._membership.islands))
@@ -224,12 +236,14 @@ class AsyncIslandEngine:
     def _merge(self, own: torch.Tensor | None) -> None:
         """Apply the updates that have arrived, and publish this island's own change. Collective over the island."""
         state, seen = self._state, self._joined.seen
-        updates = self._transfer.take(self._smallest(self._transfer.waiting()))
+        arrived = self._transfer.take(self._smallest(self._transfer.waiting()))
+        updates = self._accepted(arrived)
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         shared = state.shared
         for update in updates:
             shared = shared - update.weight * self._codec.unpack(update.content)
             state.completed.add(update.round)
+        for update in arrived:
             seen[update.island] += 1
         if own is not None:
             content = self._codec.pack(own)
@@ -243,6 +257,41 @@ class AsyncIslandEngine:
             state.shared = shared
             self._masters.write(shared)
         self._serve_others(known, requests)
+
+    def _accepted(self, arrived: list[Update]) -> list[Update]:
+        """The updates that may be applied. The others are dropped and reported; their rounds are done again.
+
+        An update counts only if all ranks of the island accept their shards, and islands check alike, so that the
+        shared weights stay equal everywhere.
+        """
+        accepted: list[Update] = []
+        rounds = set(self._state.completed.beyond)
+        for update in arrived:
+            problem = update.problem or self._problem(update, rounds)
+            if self._all(not problem):
+                accepted.append(update)
+                rounds.add(update.round)
+                continue
+            self.dropped[update.island] += 1
+            if problem:
+                print(f"update {update.serial} of island {update.island} is dropped: {problem}", flush=True)
+            if 0 <= update.round < self._num_rounds:
+                self._dropped_rounds.add(update.round)
+        return accepted
+
+    def _problem(self, update: Update, rounds: set[int]) -> str:
+        """Why an update must not be applied; empty if it may."""
+        if not 0 <= update.round < self._num_rounds:
+            return f"round {update.round} is not one of the {self._num_rounds} rounds of the run"
+        if update.round in self._state.completed or update.round in rounds:
+            return f"round {update.round} is done already"
+        if not 0 < update.weight <= 1:
+            return f"its weight is {update.weight}; more than 0 and at most 1 is required"
+        return self._codec.problem(update.content)
+
+    def _all(self, condition: bool) -> bool:
+        """Whether a condition holds on all ranks of the island. Collective over the island."""
+        return self._smallest([int(condition)])[0] == 1
 
     def _serial(self) -> int:
         return self._joined.own_updates + self._joined.sent
@@ -265,7 +314,7 @@ class AsyncIslandEngine:
         requests = [
             i
             for i in range(self._joined.answered, wanted)
-            if store.read(f"want/{i}", own) != own and store.first(f"want/{i}/served")
+            if store.read(f"want/{i}", own) != own and store.first(f"served/{i}")
         ]
         self._joined.answered = wanted
         return 1 / (1 + behind), known, requests

@@ -40,9 +40,17 @@ class Joined:
 
 
 def join(
-    store: UpdateStore, membership: Membership, state: AsyncIslandState, agree: Agree, tick: Callable[[], object]
+    store: UpdateStore,
+    membership: Membership,
+    state: AsyncIslandState,
+    agree: Agree,
+    agree_all: Callable[[bool], bool],
+    tick: Callable[[], object],
 ) -> Joined | None:
-    """Join with the state at hand or with another island's; None if the run is over. Collective over the island."""
+    """Join with the state at hand or with another island's; None if the run is over. Collective over the island.
+
+    `agree_all`: whether a condition holds on all ranks of the island.
+    """
     own = membership.island
     incarnation = agree(lambda: store.number(f"joined/{own}", 1))
     protocol = JoinProtocol(store, membership, incarnation, state.completed)
@@ -55,7 +63,11 @@ def join(
         if decision == "over":
             return None
         if isinstance(decision, int):
-            snapshot = store.take_snapshot(decision)
+            snapshot = store.take_snapshot(decision, state.shared.numel() * state.shared.element_size())
+            if not agree_all(snapshot is not None):
+                protocol.ask_again()
+                continue
+            assert snapshot is not None
             state.adopt(snapshot.content.view(torch.float32), CompletedRounds.of(snapshot.counters))
             published = agree(lambda: store.num_updates(own))
             return Joined(incarnation, snapshot.seen, published, dropped=published)
@@ -63,6 +75,16 @@ def join(
         return Joined(
             incarnation, [0] * membership.islands if decision == "fresh" else seen, published, dropped=published
         )
+
+
+def next_round(store: UpdateStore, plus: int = 0) -> int:
+    """Claim `plus` rounds and return the number of the first that nobody has claimed."""
+    return int(store.read("first_round", 0)) + store.number("next", plus)
+
+
+def ask_to_redo(store: UpdateStore, number: int) -> None:
+    """Let any island do a round again."""
+    store.write(f"redo/{store.number('redo/count', 1) - 1}", number)
 
 
 class JoinProtocol:
@@ -89,7 +111,12 @@ class JoinProtocol:
         epoch = store.number("founded")
         if epoch == 0:
             return self._found(0) if own == self._membership.founder else "wait"
-        if self._incarnation == 1 and not len(self._completed) and self._request is None and not store.number("base"):
+        if (
+            self._incarnation == 1
+            and not len(self._completed)
+            and self._request is None
+            and not store.read("first_round", 0)
+        ):
             store.write(f"seen/{own}", [0] * self._membership.islands)  # written first: from here on nothing is dropped
             if not sum(self.num_updates()):
                 return "fresh"
@@ -102,30 +129,32 @@ class JoinProtocol:
             self._request = self._served_at = None
         return self._found(epoch) if self._all_are_silent() else "wait"
 
+    def ask_again(self) -> None:
+        """Request another snapshot: what came was damaged."""
+        self._request = self._served_at = None
+
     def _found(self, epoch: int) -> str:
         """Start the run with this island's own state: rounds that are missing from it are done again."""
         store = self._store
         if not store.first(f"founding/{epoch}"):
             return "wait"
-        end = store.number("next") if epoch else max(self._completed.beyond, default=self._completed.below - 1) + 1
+        end = next_round(store) if epoch else max(self._completed.beyond, default=self._completed.below - 1) + 1
         for number in self._completed.missing(end):
-            store.write(f"redo/{store.number('redo/count')}", number)
-            store.number("redo/count", 1)
+            ask_to_redo(store, number)
         if not epoch:
-            store.number("next", end)
-            store.number("base", end)
+            store.write("first_round", end)
         store.number("founded", 1)
         return "founded"
 
     def _server_is_lost(self, request: int) -> bool:
         """Whether an island has promised the snapshot but does not deliver it in time."""
-        if self._served_at is None and self._store.number(f"want/{request}/served"):
+        if self._served_at is None and self._store.exists(f"served/{request}"):
             self._served_at = time.monotonic()
         return self._served_at is not None and time.monotonic() - self._served_at > DELIVERY_SECONDS
 
     def _all_are_silent(self) -> bool:
         """Whether no island's heartbeat has moved for `DEAD_SECONDS`."""
-        beats = [self._store.number(f"beat/{island}") for island in range(self._membership.islands)]
+        beats = [self._store.beat(island) for island in range(self._membership.islands)]
         if beats != self._heard[0]:
             self._heard = (beats, time.monotonic())
         return time.monotonic() - self._heard[1] > DEAD_SECONDS

@@ -1,28 +1,26 @@
 """The store that asynchronous islands share: published updates, claimed rounds, heartbeats, snapshots.
 
 An update is the change of an island's weights in one round, sharded as the island is: a rank writes for, and reads
-from, the ranks with its index in other islands. It holds numbers and raw bytes only; nothing is ever unpickled.
+from, the ranks with its index in other islands. It holds numbers and raw bytes only; nothing is ever unpickled. All
+values are signed with the run's secret (`signed_store.py`); what other islands publish is checked before it counts.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from toolkit.errors import RankFailed
 from toolkit.run_dir.async_islands import Membership
-from toolkit.runtime.distributed import rendezvous
+from toolkit.runtime.islands.signed_store import SignedStore
+from toolkit.runtime.islands.store_access import read_key
+from toolkit.runtime.islands.transports import open_transport
 
 PIECE_BYTES = 4 << 20
-"""Larger values are split. torch 2.13's TCPStore closes the connection on values above 8 MiB; it can go when a `set` of
-16 MiB works."""
-TIMEOUT = datetime.timedelta(seconds=60)
+"""Larger values are split, so that a slow link never carries a request of minutes."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,13 @@ class Update:
     serial: int
     """Number among the updates of its island."""
     round: int
-    """Round in which the island was trained, counted over all islands."""
+    """Round in which the island was trained, counted over all islands; negative if it is not known."""
     weight: float
     """Weight of the change, equal on every island."""
     content: torch.Tensor
     """The encoded change, as bytes."""
+    problem: str = ""
+    """Why the update must not be applied; empty: nothing is known against it."""
 
 
 @dataclass(frozen=True)
@@ -52,96 +52,109 @@ class Snapshot:
     """The weights, as bytes."""
 
 
-def serve(host: str, port: int) -> TCPStore:
-    """Serve a store at this address alone, for as long as the object lives; port 0 picks a free one."""
-    return rendezvous.serve(host, port, TIMEOUT)
-
-
 class UpdateStore:
-    """One rank's connection to the store. A connection answers one call at a time, so each thread has its own.
-
-    Keys keep the names of the first version ("letter", "chunk", "life"), so that islands of different versions can meet
-    in one store.
-    """
+    """One rank's connection to the store. A connection answers one call at a time, so each thread has its own."""
 
     def __init__(self, membership: Membership, rank: int, ranks: int) -> None:
         self._membership, self._rank, self._ranks = membership, rank, ranks
-        host, port = membership.host, membership.port
-        try:
-            self._store = TCPStore(host, port, None, False, wait_for_workers=False, timeout=TIMEOUT)
-        except Exception as error:
-            raise RankFailed(f"the update store at {host}:{port} can't be reached: {error}") from None
+        key = read_key(membership.key_file)
+        self._store = SignedStore(open_transport(membership.address, key), key)
+        self.number, self.first, self.exists = self._store.number, self._store.first, self._store.exists
+        self.write, self.read = self._store.write, self._store.read
 
-    def number(self, key: str, plus: int = 0) -> int:
-        """Add `plus` to a shared counter and return it; counters start at 0."""
-        return int(self._store.add(key, plus))
+    @property
+    def rejected(self) -> int:
+        """Values that this connection has met and that the holders of the secret had not written."""
+        return sum(self._store.rejected.values())
 
-    def first(self, key: str) -> bool:
-        """Whether this is the first call with this key, over all islands."""
-        return self.number(key, 1) == 1
+    def beat(self, island: int) -> int:
+        """Newest heartbeat of an island: a number that grows while it lives; 0 before its first."""
+        return int(self.read(f"beat/{island}", 0))
 
-    def write(self, key: str, value: Any) -> None:
-        """Write a small value as JSON."""
-        self._store.set(key, json.dumps(value))
-
-    def read(self, key: str, default: Any = None) -> Any:
-        """Read a JSON value; `default` if the key is absent."""
-        return json.loads(self._store.get(key)) if self._store.check([key]) else default
+    def send_beat(self, number: int) -> None:
+        """Write this island's heartbeat."""
+        self.write(f"beat/{self._membership.island}", number)
 
     def publish(self, update: Update, incarnation: int) -> None:
         """Publish this rank's shard; the update becomes visible once every rank of the island has done so."""
-        place = f"letter/{update.island}/{update.serial}/{incarnation}"
-        self._put(f"{place}/{self._rank}", update.content)
-        if self.number(f"{place}/parts", 1) == self._ranks:
-            head = {"chunk": update.round, "weight": update.weight, "life": incarnation}
-            self.write(f"letter/{update.island}/{update.serial}", head)
-            self.number(f"letters/{update.island}", 1)
+        place = f"update/{update.island}/{update.serial}"
+        self._put(f"{place}/{incarnation}/{self._rank}", update.content)
+        if self.number(f"{place}/{incarnation}/done", 1) == self._ranks:
+            self.write(f"{place}/head", [update.round, update.weight, incarnation])
+            self.number(f"updates/{update.island}", 1)
 
     def num_updates(self, island: int) -> int:
         """Number of updates that an island has published."""
-        return self.number(f"letters/{island}")
+        return self.number(f"updates/{island}")
 
-    def fetch(self, island: int, serial: int) -> Update:
-        """This rank's shard of a published update."""
-        head = self.read(f"letter/{island}/{serial}")
-        content = self._get(f"letter/{island}/{serial}/{head['life']}/{self._rank}")
-        return Update(island, serial, head["chunk"], head["weight"], content)
+    def fetch(self, island: int, serial: int, num_bytes: int) -> Update:
+        """This rank's shard of a published update, of which `num_bytes` are expected; with its problem, if any."""
+        empty = Update(island, serial, -1, 0.0, torch.zeros(0, dtype=torch.uint8))
+        head = self.read(f"update/{island}/{serial}/head")
+        if not _is_head(head):
+            return replace(empty, problem="its head is missing or malformed")
+        found = replace(empty, round=head[0], weight=float(head[1]))
+        content = self._get(f"update/{island}/{serial}/{head[2]}/{self._rank}", num_bytes)
+        if content is None:
+            return replace(found, problem=f"it does not have the {num_bytes} signed bytes of this rank's shard")
+        return replace(found, content=content)
 
     def drop(self, serials: Iterable[int]) -> None:
         """Remove this rank's shards of own updates that all islands have."""
         for serial in serials:
-            head = self.read(f"letter/{self._membership.island}/{serial}")
-            self._remove(f"letter/{self._membership.island}/{serial}/{head['life']}/{self._rank}")
+            place = f"update/{self._membership.island}/{serial}"
+            head = self.read(f"{place}/head")
+            if head is not None:
+                self._remove(f"{place}/{head[2]}/{self._rank}")
 
     def put_snapshot(self, request: int, snapshot: Snapshot) -> None:
         """Write this rank's shard of a snapshot that a joining island has requested."""
         self._put(f"snapshot/{request}/{self._rank}", snapshot.content)
         if self._rank == 0:
-            self.write(f"snapshot/{request}", [snapshot.seen, snapshot.counters])
-        self.number(f"snapshot/{request}/parts", 1)
+            self.write(f"snapshot/{request}/head", [snapshot.seen, snapshot.counters])
+        self.number(f"snapshot/{request}/done", 1)
 
     def has_snapshot(self, request: int) -> bool:
         """Whether all shards of a requested snapshot have arrived."""
-        return self.number(f"snapshot/{request}/parts") == self._ranks
+        return self.number(f"snapshot/{request}/done") == self._ranks
 
-    def take_snapshot(self, request: int) -> Snapshot:
-        """Read this rank's shard of a requested snapshot and remove it from the store."""
-        seen, counters = self.read(f"snapshot/{request}")
-        content = self._get(f"snapshot/{request}/{self._rank}")
+    def take_snapshot(self, request: int, num_bytes: int) -> Snapshot | None:
+        """Read this rank's shard of a requested snapshot and remove it; None if it is not one."""
+        head = self.read(f"snapshot/{request}/head")
+        content = self._get(f"snapshot/{request}/{self._rank}", num_bytes)
+        if head is None or content is None or not bool(torch.isfinite(content.view(torch.float32)).all()):
+            return None
         self._remove(f"snapshot/{request}/{self._rank}")
-        return Snapshot(seen, counters, content)
+        return Snapshot(head[0], head[1], content)
 
     def _put(self, key: str, content: torch.Tensor) -> None:
-        pieces = range(0, content.numel(), PIECE_BYTES)
-        for number, start in enumerate(pieces):
-            self._store.set(f"{key}/{number}", content[start : start + PIECE_BYTES].numpy().tobytes())  # type: ignore[arg-type]
-        self.write(f"{key}/pieces", len(pieces))
+        for number, start in enumerate(range(0, content.numel(), PIECE_BYTES)):
+            self._store.put(f"{key}/{number}", content[start : start + PIECE_BYTES].numpy().tobytes())
+        self.write(f"{key}/bytes", content.numel())
 
-    def _get(self, key: str) -> torch.Tensor:
-        pieces = [self._store.get(f"{key}/{number}") for number in range(self.read(f"{key}/pieces"))]
-        return torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8)
+    def _get(self, key: str, num_bytes: int) -> torch.Tensor | None:
+        """The bytes under a key; None unless they are signed and exactly as many as expected."""
+        if self.read(f"{key}/bytes") != num_bytes:
+            return None
+        pieces = [self._store.get(f"{key}/{number}") for number in range(-(-num_bytes // PIECE_BYTES))]
+        found = bytearray(b"".join(piece for piece in pieces if piece is not None))
+        if len(found) != num_bytes:
+            return None
+        return torch.frombuffer(found, dtype=torch.uint8) if found else torch.zeros(0, dtype=torch.uint8)
 
     def _remove(self, key: str) -> None:
-        for number in range(self.read(f"{key}/pieces", 0)):
-            self._store.delete_key(f"{key}/{number}")
-        self._store.delete_key(f"{key}/pieces")
+        for number in range(-(-int(self.read(f"{key}/bytes", 0)) // PIECE_BYTES)):
+            self._store.delete(f"{key}/{number}")
+        self._store.delete(f"{key}/bytes")
+
+
+def _is_head(head: Any) -> bool:
+    """Whether a value is the head of an update: its round, its weight and its sender's incarnation."""
+    return (
+        isinstance(head, list)
+        and len(head) == 3
+        and isinstance(head[0], int)
+        and isinstance(head[1], int | float)
+        and math.isfinite(head[1])
+        and isinstance(head[2], int)
+    )

@@ -23,11 +23,14 @@ Task = Callable[[UpdateStore], None]
 class BackgroundTransfer:
     """One rank's threads: one runs queued tasks, one fetches updates of other islands, one sends heartbeats."""
 
-    def __init__(self, membership: Membership, rank: int, ranks: int, fetched: list[int], *, own_until: int) -> None:
+    def __init__(
+        self, membership: Membership, rank: int, ranks: int, fetched: list[int], *, own_until: int, num_bytes: int
+    ) -> None:
         """`fetched`: number of updates of each island that are known already. `own_until`: of this island's own
         updates, fetch only those before this serial number (of earlier incarnations); this one sends the rest itself.
+        `num_bytes`: size of this rank's shard of any update.
         """
-        self._membership, self._own_until = membership, own_until
+        self._membership, self._own_until, self._num_bytes = membership, own_until, num_bytes
         self._rank, self._ranks = rank, ranks
         self._fetched = list(fetched)
         self._outgoing: queue.Queue[Task] = queue.Queue()
@@ -103,15 +106,15 @@ class BackgroundTransfer:
             if island == self._membership.island:
                 published = min(published, self._own_until)
             while self._fetched[island] < published:
-                self._arrived[island].append(store.fetch(island, self._fetched[island]))
+                self._arrived[island].append(store.fetch(island, self._fetched[island], self._num_bytes))
                 self._fetched[island] += 1
         self._ended.wait(POLL_SECONDS)
 
     def _beat(self, store: UpdateStore) -> None:
         if self._rank == 0:
-            store.number(f"beat/{self._membership.island}", 1)
+            store.send_beat(time.time_ns())
             for island in range(self._membership.islands):
-                beat = store.number(f"beat/{island}")
+                beat = store.beat(island)
                 if self._beats.get(island, (None, 0.0))[0] != beat:
                     self._beats[island] = (beat, time.monotonic())
         self._ended.wait(BEAT_SECONDS)

@@ -74,6 +74,17 @@ class ErrorFeedbackCodec:
         self.error = torch.zeros(self._size if bits < 32 else 0)
         """What rounding has lost so far and is still to be sent."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of an encoded change."""
+        return 4 * self._size if self._bits == 32 else self._whole * self._bits // 8 + 4 * (self._whole // BLOCK)
+
+    def problem(self, content: torch.Tensor) -> str:
+        """Why an encoded change of somebody else must not be applied; empty if it may."""
+        if content.numel() != self.num_bytes:
+            return f"it has {content.numel()} bytes; {self.num_bytes} are required"
+        return "" if bool(torch.isfinite(self.unpack(content)).all()) else "it holds NaN or infinite numbers"
+
     def pack(self, change: torch.Tensor) -> torch.Tensor:
         """Encode a change as bytes; what rounding loses is kept for the next call."""
         if self._bits == 32:
