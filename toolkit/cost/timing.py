@@ -218,7 +218,8 @@ def _hook_seconds(e: Execution, cal: Calibration) -> float:
 
 CHUNK_LOSS = 0.03
 """Share of a step that the toolkit's schedules of several chunks take beyond their ideal: stages of one turn are not
-alike, and transfers start late (benchmarks/pipeline_bubble.py)."""
+alike, and transfers start late. Assumed, not fitted: `benchmarks/pipeline_bubble.py --pause` gave 3 to 6.5% on a busy
+machine; there is no figure from accelerators yet."""
 CPU_LAUNCH_SECONDS = 15e-6
 """Dispatch time per operator on a CPU, where the host is the device (torch with autograd, measured: 5-20 µs)."""
 
