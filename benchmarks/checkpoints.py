@@ -36,7 +36,7 @@ from toolkit.runtime.checkpoint.saver import Writer, rank_files
 from toolkit.sessions.parity import largest_difference
 
 RECIPE: dict[str, Any] = {
-    "model": {"config": TINY_LLAMA, "precision": "fp32"},
+    "model": {"config": {**TINY_LLAMA, "num_hidden_layers": 4}, "precision": "fp32"},
     "data": {"path": "synthetic", "seq_len": 32},
     "train": {"global_batch": 8, "steps": 4, "lr": 1e-2},
     "metrics": {"console": False, "wandb": {"mode": "disabled"}},

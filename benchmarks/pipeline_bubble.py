@@ -1,6 +1,10 @@
-"""How near a pipeline comes to its ideal: step time over (m + p − 1) turns of its slowest stage, in one run.
+"""How near a pipeline comes to its ideal: step time over the ideal step of its slowest rank, in one run.
 
-python benchmarks/pipeline_bubble.py [--stages 2] [--micro-batches 8] [--steps 6]
+python benchmarks/pipeline_bubble.py [--ranks 2] [--micro-batches 8] [--steps 6] [--schedule interleaved --chunks 2]
+
+The ideal of a rank that computes for s seconds per step is s · (m + (p − 1) / v) / m. `--pause 40` lets every rank
+sleep 40 ms per micro-batch and third of the work (forward, gradients of inputs, gradients of weights) on a tiny model:
+it measures order and transfers where there are fewer cores than ranks.
 """
 
 from __future__ import annotations
@@ -9,76 +13,107 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from toolkit.cost.execution import V_BUBBLE
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Train
+from toolkit.recipe.sections import Model, Train
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world, gather_objects
+from toolkit.runtime.metrics.step_clock import HostClock
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.pipeline.weight_gradients import WeightGradients
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 DEMO = Path(__file__).resolve().parent.parent / "recipes" / "demo.yaml"
+TINY: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 256,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
-def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """Call the function and note how long it takes."""
+def pause_instead(plan: Plan, seconds: float) -> None:
+    """Let every pass of a chunk take its share of `seconds`: one in the forward pass, two in the backward pass."""
+    forward, each = Stage.forward, seconds / plan.chunks
+    apart = plan.schedule == "zero_bubble"
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            seconds.append(time.perf_counter() - start)
+    def slow_forward(self: Stage, received: Any) -> Any:
+        output = forward(self, received)
+        time.sleep(each)
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(lambda gradient: time.sleep(each if apart else 2 * each))
+        return output
 
-    return run
+    compute = WeightGradients.compute
+
+    def slow_compute(self: WeightGradients, place: Any) -> None:
+        compute(self, place)
+        time.sleep(each)
+
+    Stage.forward = slow_forward  # type: ignore[method-assign]
+    WeightGradients.compute = slow_compute  # type: ignore[method-assign]
 
 
-def measure(plan: Plan, steps: int) -> dict[str, float]:
-    """As one rank: seconds of a step, and of the slowest stage's forward and backward pass of a micro-batch."""
+def measure(plan: Plan, steps: int, pause: float) -> dict[str, float]:
+    """As one rank: seconds of a step, and of the passes of the slowest rank."""
     torch.manual_seed(0)
     recipe = load_recipe(DEMO)
+    model, length = recipe.model, recipe.data.seq_len
+    if pause:
+        pause_instead(plan, pause)
+        model = Model(config={**TINY, "num_hidden_layers": plan.pp * plan.chunks}, init="scratch", precision="fp32")
+        length = 8
     train = Train(global_batch=plan.global_batch, steps=steps)
-    config = deepspeed_config(plan, train, params=10**7, backend="cpu")
-    turns: dict[str, list[float]] = {"forward": [], "backward": []}
-    instructions = PipelineEngine._INSTRUCTION_MAP
-    for name, kind in (("forward", schedule.ForwardPass), ("backward", schedule.BackwardPass)):
-        instructions[kind] = timed(instructions[kind], turns[name])
     site = EngineSpec(
-        model=recipe.model, train=train, plan=plan, deepspeed=config, schedule=make_schedule(train, steps)
+        model=model,
+        train=train,
+        plan=plan,
+        deepspeed=deepspeed_config(plan, train, params=10**7, backend="cpu"),
+        schedule=make_schedule(train, steps),
     )
-    engine = build_engine(site, current_world())
-    ids = torch.randint(0, 256, (plan.micro_batch, recipe.data.seq_len + 1))
+    engine, clock = build_engine(site, current_world()), HostClock()
+    engine.watch(clock)
+    ids = torch.randint(0, 256, (plan.micro_batch, length + 1))
     batch = [MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())] * plan.grad_accum
-    whole: list[float] = []
+    whole, busy = [], []
     for _ in range(steps):
-        timed(engine.step, whole)(batch)
-    stage = sum(statistics.median(seconds) for seconds in turns.values())
-    return {"step": statistics.median(whole[1:]), "stage": max(gather_objects(stage))}
+        engine.step(batch)
+        lap = clock.lap(sample_next=True)
+        whole.append(lap.wall_seconds)
+        busy.append(lap.parts["forward"] + lap.parts["backward"])
+    return {"step": statistics.median(whole[1:]), "busy": max(gather_objects(statistics.median(busy[1:])))}
 
 
 def main() -> None:
     """Print the ratio as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--ranks", "--stages", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--schedule", default="1f1b", choices=("1f1b", "interleaved", "zero_bubble"))
+    parser.add_argument("--chunks", type=int, default=1)
+    parser.add_argument("--pause", type=float, default=0.0, metavar="MILLISECONDS")
     args = parser.parse_args()
-    plan = Plan(strategy="pipeline", pp=args.stages, micro_batch=2, grad_accum=args.micro_batches, precision="fp32")
-    results = call_on_ranks(measure, plan, args.steps, nproc=args.stages, timeout_seconds=600)
+    chunks = 2 if args.schedule == "zero_bubble" else args.chunks
+    plan = Plan(
+        strategy="pipeline", pp=args.ranks, micro_batch=2, grad_accum=args.micro_batches, precision="fp32",
+        schedule=args.schedule, chunks=chunks,
+    )  # fmt: skip
+    results = call_on_ranks(measure, plan, args.steps, args.pause / 1000, nproc=args.ranks, timeout_seconds=600)
     failure = first_failure(results)
     assert failure is None, failure
-    ideal = results[0]["stage"] * (args.micro_batches + args.stages - 1)
-    print(json.dumps({**results[0], "ideal": ideal, "ratio": results[0]["step"] / ideal}, indent=1))
+    found = results[0]
+    share = V_BUBBLE if args.schedule == "zero_bubble" else 1.0
+    ideal = found["busy"] * (args.micro_batches + share * (args.ranks - 1) / chunks) / args.micro_batches
+    print(json.dumps({**found, "ideal": ideal, "ratio": found["step"] / ideal}, indent=1))
 
 
 if __name__ == "__main__":

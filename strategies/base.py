@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.pipeline_bounds import pipeline_bounds
+from toolkit.plans.pipeline_orders import micro_batches_problem
 from toolkit.plans.plan import Job, Plan, Refusal
 from toolkit.recipe.axes import RECOMPUTES
 
@@ -68,6 +69,8 @@ class Space:
     sequence_sharded: Sequence[bool] = (False,)
     islands: Sequence[int] = (1,)
     local_steps: Sequence[int] = (1,)
+    schedule: Sequence[str] = ("1f1b",)
+    chunks: Sequence[int] = (1,)
 
 
 def plans(strategy: str, job: Job, space: Space) -> Iterator[Proposal]:
@@ -118,6 +121,8 @@ def _restricted(strategy: str, job: Job, space: Space) -> dict[str, Sequence[Any
     for axis, value in job.fixed.items():
         if axis in ("islands", "local_steps") and tuple(choices[axis]) == (1,) and value != 1:
             return Refusal(strategy, f"strategy.{axis} is fixed at {value}; {strategy} synchronises every step")
+        if axis in ("schedule", "chunks") and tuple(choices["pp"]) == (1,) and value not in choices[axis]:
+            return Refusal(strategy, f"strategy.{axis} is fixed at {value}; {strategy} has no pipeline to order")
         if axis in choices and value not in choices[axis]:
             offered = ", ".join(str(choice) for choice in choices[axis])
             return Refusal(strategy, f"strategy.{axis} is fixed at {value}; {strategy} offers {offered}")
@@ -142,12 +147,17 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
         yield Refusal(strategy, reason)
         return
     share = job.workload.global_batch // (dp * islands)
-    bounds = _bounds(job, axes["pp"])
+    bounds = _bounds(job, axes["pp"], axes["schedule"], axes["chunks"])
+    order = axes["schedule"], axes["pp"]
     judged: dict[tuple[int, bool], str | None] = {}
     for micro_batch, group in itertools.product(micro_batches(share, job.fixed), _groups(job, dp, axes)):
         batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
         like = group, share > micro_batch
         if judged.get(like) or any(job.fixed.get(name, value) != value for name, value in batches.items()):
+            continue
+        if problem := micro_batches_problem(*order, share // micro_batch):
+            if micro_batch == 1 or job.fixed.keys() & batches.keys():
+                yield Refusal(strategy, problem)
             continue
         plan = Plan(
             strategy=strategy,
@@ -167,11 +177,12 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
         yield Refusal(strategy, reason, plan) if reason else plan
 
 
-def _bounds(job: Job, pp: int) -> tuple[int, ...]:
+def _bounds(job: Job, pp: int, schedule: str, chunks: int) -> tuple[int, ...]:
     """Stage bounds: from the recipe, or balanced."""
     if pp == 1:
         return ()
-    return tuple(job.fixed.get("pipeline_bounds") or pipeline_bounds(job.model, pp, job.workload.seq_len))
+    given = job.fixed.get("pipeline_bounds")
+    return tuple(given or pipeline_bounds(job.model, pp, job.workload.seq_len, schedule, chunks))
 
 
 def _batch_problem(job: Job, dp: int, replica: int, islands: int) -> str | None:

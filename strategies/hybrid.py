@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import pipeline_sizes, ring_sizes, sequence_sizes, tensor_sizes, token_shares
+from strategies.legal import offloads, pipeline_sizes, ring_sizes, schedules, sequence_sizes, tensor_sizes, token_shares
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.plan import Job, Refusal
 
@@ -23,8 +23,8 @@ class Hybrid:
     name: str = "hybrid"
     summary: str = "tensor and sequence parallel inside a stage, a pipeline of stages, data parallel over replicas"
     axes: tuple[str, ...] = (
-        "dp", "tp", "pp", "sp", "cp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute",
-        "pipeline_bounds", "sequence_sharded",
+        "dp", "tp", "pp", "sp", "cp", "zero_stage", "zero_group", "offload", "micro_batch", "grad_accum", "recompute",
+        "pipeline_bounds", "schedule", "chunks", "sequence_sharded",
     )  # fmt: skip
     needs: str = "what its axes need, and tp·pp·sp·cp devices per replica"
     refuses: str = "ZeRO 2 and 3, and sequence and ring ranks, in a pipeline; sizes that the model does not allow"
@@ -47,16 +47,24 @@ class Hybrid:
         if isinstance(shares, Refusal):
             yield shares
             return
-        stages = _stages(job, pp)
-        space = Space(tp=(tp,), pp=(pp,), sp=(sp,), cp=(cp,), zero_stage=stages, sequence_sharded=shares)
-        yield from plans(self.name, job, space)
+        sizes: dict[str, Any] = {"tp": (tp,), "pp": (pp,), "sp": (sp,), "cp": (cp,), "offload": offloads(job)}
+        for order in schedules(job, pp, tp):
+            space = Space(zero_stage=_stages(job, pp), sequence_sharded=shares, **sizes, **order)
+            yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
-        """tp 2 × pp 2 with ZeRO 0 and 1, and tp 2 × cp 2; the remaining devices are replicas."""
+        """tp 2 × pp 2 with ZeRO 0 and 1 in both orders, and tp 2 × cp 2; the remaining devices are replicas."""
         if devices % 4:
             return {}
-        stages = {f"hybrid-2x2+zero-{z}": {"tp": 2, "pp": 2, "zero_stage": z, "grad_accum": 2} for z in (0, 1)}
-        return {**stages, "hybrid-tensor-2-ring-2": {"tp": 2, "pp": 1, "sp": 1, "cp": 2, "zero_stage": 1}}
+        sizes = {"tp": 2, "pp": 2, "grad_accum": 2}
+        orders: dict[str, dict[str, Any]] = {
+            "hybrid-2x2": {"schedule": "1f1b"},
+            "hybrid-2x2-interleaved": {"schedule": "interleaved", "chunks": 2},
+        }
+        ring = {"tp": 2, "pp": 1, "sp": 1, "cp": 2, "zero_stage": 1}
+        return {
+            f"{name}+zero-{z}": {**sizes, **order, "zero_stage": z} for name, order in orders.items() for z in (0, 1)
+        } | {"hybrid-tensor-2-ring-2": ring}
 
 
 def _is_hybrid(job: Job, tp: int, pp: int, parts: int) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from strategies.base import divisors
 from toolkit.plans.pipeline_bounds import bounds_problem
+from toolkit.plans.pipeline_orders import V_CHUNKS
 from toolkit.plans.plan import Job, Refusal
 from toolkit.plans.token_shares import why_whole
 
+MOST_CHUNKS = 8
+"""Largest number of chunks per pipeline rank that is tried unless the recipe fixes one."""
 NODES_OF_TENSOR_PARALLEL = 2
 """Tensor parallelism across more nodes than this never pays off."""
 
@@ -30,14 +34,54 @@ def tensor_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 
 def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
     """Sizes of `pp` above 1: every stage needs a layer."""
-    given = job.fixed.get("pipeline_bounds")
+    given, chunks = job.fixed.get("pipeline_bounds"), job.fixed.get("chunks", 1)
     for pp in _asked(job, "pp", [size for size in divisors(job.cluster.devices) if size > 1]):
         if pp > job.model.layers:
             yield Refusal(strategy, f"{pp} stages need at least {pp} layers; the model has {job.model.layers}")
-        elif given and (problem := bounds_problem(given, job.model.layers, pp)):
+        elif pp * chunks > job.model.layers:
+            yield Refusal(
+                strategy, f"{pp} ranks × {chunks} chunks need as many layers; the model has {job.model.layers}"
+            )
+        elif given and (problem := bounds_problem(given, job.model.layers, pp * _chunks_of_bounds(job, pp))):
             yield Refusal(strategy, f"strategy.pipeline_bounds: {problem}")
         else:
             yield pp
+
+
+def schedules(job: Job, pp: int, tp: int = 1) -> Iterator[dict[str, Any]]:
+    """Schedules of a pipeline to try, as axes of a `Space`: those that the recipe fixes, or a few that may pay off.
+
+    More chunks make the bubble smaller and traffic larger; beyond `MOST_CHUNKS` mostly the traffic grows. What a
+    zero-bubble schedule does not allow is tried only if the recipe asks for it, and then refused with the reason.
+    """
+    if pp == 1:
+        yield {}
+        return
+    layers, fixed = job.model.layers, job.fixed
+    given = fixed.get("chunks") or (_chunks_of_bounds(job, pp) if "pipeline_bounds" in fixed else None)
+    usual = [chunks for chunks in divisors(layers) if 1 < chunks <= MOST_CHUNKS and pp * chunks <= layers]
+    found = [("1f1b", 1), *(("interleaved", chunks) for chunks in ([given] if given else usual))]
+    asked = fixed.get("schedule") == "zero_bubble"
+    if V_CHUNKS * pp <= layers and (tp == 1 or asked):
+        found.append(("zero_bubble", V_CHUNKS))
+    for name, chunks in found:
+        fits = chunks > 1 or name == "1f1b"
+        if fits and fixed.get("schedule", name) == name and given in (None, chunks):
+            limits = {"recompute": ("none",)} if name == "zero_bubble" and "recompute" not in fixed else {}
+            yield {"schedule": (name,), "chunks": (chunks,), **limits}
+
+
+def _chunks_of_bounds(job: Job, pp: int) -> int:
+    """Chunks per rank that the recipe's stage bounds make; 1 if they fit no number of them."""
+    stages = len(job.fixed["pipeline_bounds"]) - 1
+    if "chunks" in job.fixed:
+        return int(job.fixed["chunks"])
+    return stages // pp if stages % pp == 0 and stages else 1
+
+
+def offloads(job: Job) -> tuple[str, ...]:
+    """Offload of model-parallel plans: tried only if the recipe asks for it, as more ranks hold more states instead."""
+    return (job.fixed.get("offload", "none"),)
 
 
 def sequence_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:

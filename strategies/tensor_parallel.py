@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import tensor_sizes, token_shares
+from strategies.legal import offloads, tensor_sizes, token_shares
 from toolkit.plans.plan import Job, Refusal
 
 
@@ -22,6 +22,7 @@ class TensorParallel:
         "tp",
         "zero_stage",
         "zero_group",
+        "offload",
         "micro_batch",
         "grad_accum",
         "recompute",
@@ -41,7 +42,8 @@ class TensorParallel:
             if isinstance(shares, Refusal):
                 yield shares
                 continue
-            space = Space(tp=(tp,), zero_stage=(0, 1, 2, 3), tensor_by=_ways(job), sequence_sharded=shares)
+            ways: dict[str, Any] = {"tensor_by": _ways(job), "offload": offloads(job), "sequence_sharded": shares}
+            space = Space(tp=(tp,), zero_stage=(0, 1, 2, 3), **ways)
             yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:

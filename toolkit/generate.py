@@ -8,6 +8,8 @@ from pathlib import Path
 import yaml
 
 from toolkit.launching.launchers import accelerate_config
+from toolkit.planner import recipe_rules
+from toolkit.plans import deepspeed_rules
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.documentation import recipe_keys
@@ -18,6 +20,7 @@ from toolkit.sessions.resolve import resolve
 from toolkit.units import GIB
 
 PREDICTED = "# Predicted:"
+LIMITS, LIMITS_END = "<!-- limits: generated from the rules by `make generate` -->", "<!-- end of limits -->"
 PARAMS = 8_030_261_248
 """Parameters of the example configs: an 8B model on 8 devices (16 for hpZ)."""
 PLANS: dict[str, Plan] = {
@@ -51,6 +54,8 @@ def generated() -> dict[Path, str]:
     docs = CONFIGS.parent / "docs"
     if docs.is_dir():  # a wheel has no docs
         files[docs / "recipe.md"] = _recipe_page()
+        page = docs / "model_parallelism.md"
+        files[page] = _with_limits(page.read_text(encoding="utf-8"))
     return files
 
 
@@ -74,6 +79,16 @@ def _recipe_page() -> str:
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     lines += [f"| `{k.path}` | {k.kind} | {k.default} | {k.meaning} |" for k in recipe_keys()]
     return "\n".join(lines) + "\n"
+
+
+def _with_limits(page: str) -> str:
+    """The page with its table of refused combinations renewed from the rules that refuse them."""
+    before, _, rest = page.partition(LIMITS)
+    _, _, after = rest.partition(LIMITS_END)
+    rows = [f"| {what} | {reason} |" for what, reason in (*deepspeed_rules.limits(), *recipe_rules.limits())]
+    return (
+        "\n".join([f"{before}{LIMITS}", "| refused | why, and what to use |", "|---|---|", *rows, LIMITS_END]) + after
+    )
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "data_parallel@1": (1, ("strategy.name=data_parallel",)),
     "zero3@2": (2, ("strategy.name=zero", "strategy.zero_stage=3")),
     "pipeline@2": (2, ("strategy.name=pipeline", "strategy.pp=2")),
+    "interleaved@2": (2, ("strategy={name: pipeline, pp: 2, schedule: interleaved, chunks: 2, micro_batch: 1}",)),
+    "zero_bubble@2": (2, ("strategy={name: pipeline, pp: 2, schedule: zero_bubble, micro_batch: 1}",)),
     "zero3+cpu_params@2": (2, ("strategy.name=zero", "strategy.zero_stage=3", "strategy.offload=cpu_params")),
     "sequence_parallel@2": (2, ("strategy.name=sequence_parallel", "strategy.sp=2")),
     "zero3@4": (4, ("strategy.name=zero", "strategy.zero_stage=3")),

@@ -37,4 +37,5 @@ def test_advice_says_what_to_do() -> None:
 def test_it_takes_two_batch_sizes_of_whole_models() -> None:
     assert tells_noise(Plan(strategy="zero", dp=2, zero_stage=1, micro_batch=4))
     assert not tells_noise(Plan(strategy="data_parallel", micro_batch=4))
-    assert not tells_noise(Plan(strategy="tensor_parallel", dp=2, tp=2, micro_batch=4))
+    assert tells_noise(Plan(strategy="tensor_parallel", dp=2, tp=2, micro_batch=4))
+    assert not tells_noise(Plan(strategy="pipeline", dp=2, pp=2, micro_batch=4))

@@ -89,11 +89,67 @@ def test_shares_of_tokens_that_are_asked_for_and_impossible_are_refused(
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])
-def test_shards_in_16_bits_need_zero_1(name: str, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = f"strategy={{name: {name}, zero_stage: 0}}"
-    assert main(["plan", str(recipe), fixed, "model.precision=bf16", "--nproc", "2"]) == 3
-    assert "out of the gradient norm" in capsys.readouterr().err
+@pytest.mark.parametrize("more", ["model.precision=bf16", "train.optimizer=lamb"])
+def test_shards_run_in_16_bits_without_zero_and_with_layer_wise_optimizers(name: str, more: str, recipe: Path) -> None:
+    assert main(["plan", str(recipe), f"strategy={{name: {name}, zero_stage: 0}}", more, "--nproc", "2"]) == 0
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline"])
+def test_states_of_shards_are_offloaded_to_the_host_only(
+    name: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = f"strategy={{name: {name}, zero_stage: 1, offload: cpu}}"
     assert main(["plan", str(recipe), fixed, "--nproc", "2"]) == 0
+    assert "offload cpu" in capsys.readouterr().out.replace("\n", " ")
+    assert main(["plan", str(recipe), fixed.replace("cpu", "cpu_params"), "--nproc", "2"]) == 3
+    assert "only to the host" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("pp: 2, chunks: 3", "strategy.chunks: 3 given; must divide the model's 4 layers"),
+        ("pp: 2, chunks: 4", "strategy.chunks: 4 given; must divide the model's 4 layers"),
+        ("pp: 2, chunks: 3", "use 1 or 2"),
+        ("pp: 2, schedule: 1f1b, chunks: 2", "schedule 1f1b requires 1"),
+        ("pp: 2, schedule: zero_bubble, chunks: 4", "schedule zero_bubble requires 2"),
+        ("pp: 1, schedule: interleaved", "needs a pipeline"),
+        (
+            "pp: 2, schedule: interleaved, grad_accum: 1",
+            "at least 2 micro-batches per step to fill; there are 1; use 2",
+        ),
+        ("pp: 2, schedule: zero_bubble, micro_batch: 4", "there are 2; use 3"),
+    ],
+)
+def test_schedules_that_can_not_fill_are_bad_input(
+    axes: str, words: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = "model.config.num_hidden_layers=4"
+    assert main(["plan", str(recipe), f"strategy={{name: pipeline, {axes}}}", layers, "--nproc", "2"]) == 2
+    assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ("name: pipeline, pp: 2, schedule: zero_bubble, recompute: full", "which is what recomputation frees"),
+        ("name: hybrid, pp: 2, tp: 2, schedule: zero_bubble", "tensor shards compute theirs"),
+        ("name: zero, schedule: interleaved", "zero has no pipeline to order"),
+    ],
+)
+def test_schedules_that_do_not_combine_are_refused_with_the_reason(
+    axes: str, words: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = "model.config.num_hidden_layers=4"
+    assert main(["plan", str(recipe), f"strategy={{{axes}}}", layers, "--nproc", "4"]) == 3
+    assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_planner_offers_every_schedule(recipe_mapping: dict[str, Any]) -> None:
+    job = make_job(make_recipe(recipe_mapping, ["model.config.num_hidden_layers=4", "strategy.name=pipeline"]), 2)
+    found = {(p.schedule, p.chunks, p.recompute) for p in strategies.propose(job, "pipeline") if isinstance(p, Plan)}
+    assert {("1f1b", 1, "full"), ("interleaved", 2, "full"), ("zero_bubble", 2, "none")} <= found
+    assert not any(schedule == "zero_bubble" and recompute != "none" for schedule, _, recompute in found)
 
 
 def test_pipeline_plans_say_where_they_are_cut(recipe_mapping: dict[str, Any]) -> None:

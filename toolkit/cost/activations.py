@@ -48,6 +48,8 @@ PIPELINE_BUFFERS = 2
 """Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
 """Under DeepSpeed, where the first stage keeps only its output and the last only its input."""
+OWN_CHUNK_BUFFERS = 2
+"""The same per chunk in flight, where most chunks keep both their input and their output (rehearsed)."""
 ARRIVED = 2
 """Tensors that a stage holds when a gradient arrives: the gradient and its activation (counted on the demo)."""
 GRADIENTS_OF_ACTIVATIONS = {"eager": 1.0, "kernels": 0.25, "compiled": 0.25}
@@ -157,6 +159,8 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     """Activation bytes of `layers` layers that the micro-batches in flight keep until their backward pass."""
     inputs = layer_input_bytes(e)
     each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
+    if e.chunks > 1 and e.drops_gradients:
+        each = OWN_CHUNK_BUFFERS * e.chunks
     buffers = each * inputs * in_flight if e.pp > 1 else 0.0
     kept = e.recompute.kept
     if e.recompute.keeps_products:

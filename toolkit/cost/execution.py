@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
 from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
+from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
@@ -62,9 +62,11 @@ class Execution:
     tp: int = 1
     pp: int = 1
     stage_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage; empty: as even as possible."""
+    """Layers of each pipeline rank; empty: as even as possible."""
     chunks: int = 1
     """Interleaved model chunks of one pipeline stage."""
+    folded: bool = False
+    """Whether stages are folded into a V, so that the first rank has both the embedding and the output head."""
     bubble_share: float = 1.0
     """Share of the bubble that the schedule leaves (zero-bubble schedules: below 1)."""
     cp: int = 1
@@ -170,11 +172,19 @@ class Execution:
         )
 
     @property
+    def head_rank(self) -> int:
+        """The pipeline rank with the output head."""
+        return 0 if self.folded else self.pp - 1
+
+    @property
     def layers_per_stage(self) -> int:
         """Layers of the longest pipeline stage."""
         return max(self.stage_layers, default=-(-self.model.layers // self.pp))
 
 
+V_BUBBLE = 1 / 3
+"""Share of the bubble of two interleaved chunks that a V leaves if forward pass, input gradients and weight gradients
+take the same time: (pp − 1) / 6 of a stage's time on a micro-batch (`pipeline_orders.seconds`)."""
 QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
 and a 32-bit constant per 256 of those."""
@@ -243,12 +253,14 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         dp_overlap=overlap,
         fusion="compiled" if compiled else "eager",
         composed_glu=job.model.model_type == "gpt_oss",
+        pp_overlap=plan.schedule != "1f1b" and job.cluster.device.backend != "cpu",
     )
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
         cp=plan.cp, ep=plan.ep, experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
-        stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
+        stage_layers=_stage_layers(plan), chunks=plan.chunks, folded=plan.schedule == "zero_bubble",
+        bubble_share=V_BUBBLE if plan.schedule == "zero_bubble" else 1.0,
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.token_parts if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp × cp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,
@@ -267,6 +279,10 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         exchange_states=work.exchange_states,
         quantized_base=work.quantized_base,
     )  # fmt: skip
+
+
+def _stage_layers(plan: Plan) -> tuple[int, ...]:
+    return layers_by_rank(plan.pipeline_bounds, plan.schedule, plan.pp) if plan.pipeline_bounds else ()
 
 
 def _recompute(plan: Plan, model: ModelSpec) -> Recompute:
@@ -297,5 +313,12 @@ def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:
 
 
 @lru_cache(maxsize=32)
-def _deepspeed(*, flash: int, dp_overlap: bool, fusion: str, composed_glu: bool) -> Software:
-    return replace(DEEPSPEED_HF, flash=flash, dp_overlap=dp_overlap, fusion=fusion, composed_glu=composed_glu)
+def _deepspeed(*, flash: int, dp_overlap: bool, fusion: str, composed_glu: bool, pp_overlap: bool) -> Software:
+    return replace(
+        DEEPSPEED_HF,
+        flash=flash,
+        dp_overlap=dp_overlap,
+        fusion=fusion,
+        composed_glu=composed_glu,
+        pp_overlap=pp_overlap or DEEPSPEED_HF.pp_overlap,
+    )

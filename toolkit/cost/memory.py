@@ -68,19 +68,19 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
         "grads": grad_bytes(e, params),
         "optimizer": _own_state_bytes(e, params),
         "activations": 0.0,
-        "logits": logit_bytes(e) if index == e.pp - 1 else 0.0,  # freed before layers go backward
+        "logits": logit_bytes(e) if index == e.head_rank else 0.0,  # freed before layers go backward
         "gathered": _gathered(e),
         "buffers": _buffers(e, params),
     }
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += exchange_bytes(e, params)
-    kept = kept_bytes(e, _layers(e, index), _in_flight(e, index))
+    kept = kept_bytes(e, _layers(e, index), _in_flight(e, index)) + _put_off_bytes(e, _layers(e, index))
     if e.drops_gradients and e.cluster.device.backend != "cpu":
         peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
         parts |= peak
     else:
         parts["activations"], parts["logits"] = peak_bytes(
-            e, kept, parts["grads"], parts["logits"], last=index == e.pp - 1
+            e, kept, parts["grads"], parts["logits"], last=index == e.head_rank
         )
         parts["buffers"] += _step_peak(e, params, parts)
     live = sum(parts.values())
@@ -101,7 +101,7 @@ def step_moments(e: Execution, index: int, params: float, kept: float, parts: Ma
     `kept`: what layers keep for their backward pass. `parts`: gradients and buckets of a complete step.
     """
     step = _Step(e, index, params, kept, parts["grads"], parts["buffers"])
-    if index == e.pp - 1:
+    if index == e.head_rank:
         yield from step.head()
     yield from step.layers()
     yield from step.ends()
@@ -119,7 +119,7 @@ class _Step:
         stand = (e.zero_stage == 3 and e.pp == 1) or e.accumulates_apart or e.grad_accum > 1 or e.ep > 1
         self.early_grads = grads if stand else 0.0  # one micro-batch: they grow as activations are freed
         self.hidden, self.whole = layer_input_bytes(e), whole_tokens_bytes(e)
-        self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.pp - 1 else 0.0
+        self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.head_rank else 0.0
         self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * LIVE_ELEMENTS)
         self.tied = e.model.tied_embeddings and e.pp == 1
 
@@ -166,7 +166,7 @@ class _Step:
     def layers(self) -> Iterator[Moment]:
         """The last layer's backward pass, and the first full bucket, which is copied for its reduction."""
         e = self.e
-        arrived = ARRIVED * self.hidden if self.index < e.pp - 1 else 0.0
+        arrived = ARRIVED * self.hidden if self.index != e.head_rank or e.chunks > 1 else 0.0
         waiting = self.head_grad if self.tied else 0.0  # a tied table waits for its other gradient
         copied = self._copied(e.model.hidden * e.model.ffn / e.tp)
         whole, first = _expert_gradients(e), _gathered_now(e, first_layer=True)
@@ -246,9 +246,9 @@ def _stage_params(e: Execution, index: int) -> float:
     total = layers * e.mean_layer_params
     if index == 0:
         total += model.embedding_params
-    if index == e.pp - 1:
+    if index == e.head_rank:
         total += model.head_params
-        if e.pp > 1 and model.tied_embeddings:
+        if e.pp > 1 and model.tied_embeddings and not e.folded:
             total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
     experts = model.moe_layers * routed_expert_params(e) * layers / model.layers
     return (total - experts) / e.tp + experts / e.ep / e.expert_cut
@@ -280,11 +280,26 @@ def _has_second_copy(e: Execution, params: float) -> bool:
 
 
 def _in_flight(e: Execution, index: int) -> float:
-    """Micro-batches whose activations a stage holds under 1F1B; interleaving holds a few more."""
+    """Micro-batches whose activations a rank holds; under interleaving, chunks in flight divided by chunks per rank."""
     if e.pp == 1:
         return 1.0
-    held = min(e.grad_accum, e.pp - index)
-    return held * (1 + (e.pp - 1) / (e.pp * e.chunks)) if e.chunks > 1 and index == 0 else held
+    if e.chunks == 1:
+        return min(e.grad_accum, e.pp - index)
+    if e.folded:
+        return min(e.grad_accum, e.pp)
+    per_round = e.grad_accum // max(1, e.grad_accum // e.pp)
+    ahead = (e.chunks - 1) * per_round + 2 * (e.pp - 1 - index) + 1
+    return min(e.grad_accum * e.chunks, ahead) / e.chunks
+
+
+def _put_off_bytes(e: Execution, layers: int) -> float:
+    """Gradients of the outputs of one chunk's linear layers, which wait for the gradients of their weights (a V)."""
+    if not e.folded:
+        return 0.0
+    model = e.model
+    attention = (model.heads + 2 * model.kv_heads) * model.head_dim + model.hidden
+    width = attention + (2 if model.gated_mlp else 1) * model.ffn + model.hidden
+    return e.element_bytes * e.slice.tokens * width * layers / e.chunks
 
 
 def _largest_layer(e: Execution) -> float:

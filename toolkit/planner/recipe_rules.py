@@ -24,6 +24,8 @@ class RecipeRule:
     """Whether the rule refuses this plan."""
     reason: str
     """Why, and what to do instead; `{recipe...}` and `{plan...}` are filled in."""
+    limits: str = ""
+    """What of model parallelism it limits: its row in the table of limits in docs/model_parallelism.md."""
 
 
 RULES: tuple[RecipeRule, ...] = (
@@ -55,6 +57,7 @@ RULES: tuple[RecipeRule, ...] = (
         asks=lambda recipe: recipe.model.task == "seq2seq",
         forbids=lambda recipe, plan: plan.pp > 1,
         reason="every decoder layer reads the encoder's output: each stage would compute the whole encoder",
+        limits="pipeline of an encoder-decoder",
     ),
     RecipeRule(
         asks=lambda recipe: recipe.checkpoint.every > 0,
@@ -65,8 +68,9 @@ RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         asks=lambda recipe: recipe.metrics.noise_scale,
         forbids=lambda recipe, plan: not tells_noise(plan),
-        reason="metrics.noise_scale compares micro-batches with the global batch: it needs data_parallel or zero, and "
-        "at least two micro-batches per step over all devices",
+        reason="metrics.noise_scale compares gradients of micro-batches with that of the global batch: it needs "
+        "data_parallel, zero or tensor_parallel, and at least two micro-batches per step over all devices",
+        limits="noise scale with pipeline, sequence or expert axes, AutoTP, or islands",
     ),
     RecipeRule(
         asks=lambda recipe: recipe.train.outer is not None,
@@ -100,6 +104,11 @@ RULES: tuple[RecipeRule, ...] = (
         reason="4-bit weights (model.lora.quantize) can't be sharded by ZeRO 3; use zero_stage 0, 1 or 2",
     ),
 )
+
+
+def limits() -> list[tuple[str, str]]:
+    """Combinations of model parallelism that are refused, with the reason: the table in the docs."""
+    return [(rule.limits, rule.reason) for rule in RULES if rule.limits]
 
 
 def keepable(recipe: Recipe, proposals: Iterable[Plan | Refusal]) -> Iterator[Plan | Refusal]:

@@ -249,7 +249,7 @@ def _memory_key(plan: Plan) -> tuple[Any, ...]:
     return (
         plan.strategy, plan.dp, plan.tp, plan.pp, plan.sp, plan.cp, plan.ep, plan.zero_stage, plan.zero_group,
         plan.zero_variant, plan.zero_quantized, plan.offload, plan.islands, plan.local_steps, plan.grad_accum > 1,
-        plan.sequence_sharded, plan.recompute,
+        plan.sequence_sharded, plan.schedule, plan.chunks, plan.recompute,
     )  # fmt: skip
 
 
@@ -277,6 +277,7 @@ def complexity(plan: Plan) -> tuple[int, ...]:
     """Sort key: simpler plans have smaller ones."""
     axes = sum(axis > 1 for axis in (plan.tp, plan.pp, plan.sp, plan.cp, plan.ep, plan.islands))
     extras = (plan.offload != "none") + (plan.zero_variant != "plain") + (plan.zero_quantized != "none")
+    extras += plan.schedule != "1f1b"
     return (axes, extras, RECOMPUTES.index(plan.recompute), plan.zero_stage, plan.grad_accum)
 
 

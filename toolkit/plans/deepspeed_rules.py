@@ -39,32 +39,63 @@ class Rule:
     """First DeepSpeed version without it; empty: none yet."""
     key: str = ""
     """The recipe key that causes it, if it does for every plan: reported as bad input before planning."""
+    limits: str = ""
+    """What of model parallelism it limits: its row in the table of limits in docs/model_parallelism.md."""
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.pp > 1 and plan.zero_stage > 1,
         reason="a pipeline runs with ZeRO 0 or 1 only (DeepSpeed's PipelineEngine asserts it); use zero_stage 0 or 1",
+        limits="pipeline with ZeRO 2 or 3",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.recompute != "none",
+        reason="zero_bubble keeps the inputs of linear layers until their weight gradients are computed, which is what "
+        "recomputation frees; use recompute none, or schedule interleaved",
+        limits="zero bubble with recompute",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.tp > 1,
+        reason="zero_bubble puts off the weight gradients of complete linear layers, and tensor shards compute theirs "
+        "beside their reductions; use schedule interleaved",
+        limits="zero bubble with tensor shards",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and job.workload.compiled,
+        reason="zero_bubble takes the backward pass of linear layers apart, which compiled layers do not have; use "
+        "schedule interleaved, or model.compile: none",
+        limits="zero bubble with compiled layers",
     ),
     Rule(
         forbids=lambda plan, job: plan.token_parts > 1 and plan.pp > 1,
         reason="sequence and ring parallel do not run in a pipeline: stages hold whole sequences; use pp 1",
+        limits="sequence or ring axis with a pipeline",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp > 1 and job.model.heads // plan.tp % plan.sp > 0,
         reason="sp must divide the attention heads of a tensor rank; use a smaller sp or tp, or cp",
+        limits="sequence ranks that do not divide a tensor rank's heads",
     ),
     Rule(
         forbids=lambda plan, job: plan.cp > 1 and 0 < job.model.window < job.workload.seq_len,
         reason="ring attention has no windows: what a window cuts off is no rectangle; use sp",
+        limits="ring attention with windows",
     ),
     Rule(
         forbids=lambda plan, job: plan.cp > 1 and plan.precision == "fp32" and job.cluster.device.backend != "cpu",
         reason="ring attention uses torch's flash kernels, which on accelerators take bf16 and fp16 only; use sp",
+        limits="ring attention in fp32 on an accelerator",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.cp > 1,
         reason="expert parallel with ring attention is not proven; use sp",
+        limits="expert axis with a ring axis",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.chunks > 1 and (plan.ep > 1 or job.workload.balance.is_active),
+        reason="distributed experts and train.router are proven with one stage per pipeline rank; use schedule 1f1b",
+        limits="several chunks per rank with an expert axis or train.router",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.model.experts % plan.ep > 0,
@@ -77,57 +108,71 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.tensor_by == "autotp",
         reason="AutoTP replaces the modules of experts; leave tensor_by out: the toolkit's own shards leave them",
+        limits="expert axis with AutoTP",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.offload != "none",
         reason="offload with expert parallel is not proven: DeepSpeed's norm on the host averages that of experts",
+        limits="expert axis with offload",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and (plan.zero_variant != "plain" or plan.zero_quantized != "none"),
         reason="hpZ, MiCS and ZeRO++ have one sharding group for all weights, and experts have their own; use plain",
+        limits="expert axis with hpZ, MiCS or ZeRO++",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.workload.quantized_base,
         reason="4-bit weights (model.lora.quantize) can't be cut into experts; use data_parallel or zero",
+        limits="expert axis with QLoRA",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and plan.islands > 1,
         reason="islands are data-parallel inside; use ep 1 with local_sgd",
+        limits="expert axis with islands",
     ),
     Rule(
         forbids=lambda plan, job: plan.pp > 1 and job.workload.balance.loss == "micro_batch",
         reason="train.router.loss micro_batch multiplies statistics of all layers, and a stage knows only its own; "
         "use sequence",
+        limits="train.router.loss micro_batch with a pipeline",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.balance.is_active,
         reason="train.router is not proven with AutoTP; leave tensor_by out",
+        limits="train.router with AutoTP",
     ),
     Rule(
         forbids=lambda plan, job: plan.islands > 1 and job.workload.balance.bias_update > 0,
         reason="train.router.bias_update follows the load of the global batch, and islands see only their own; "
         "use loss: sequence",
+        limits="train.router.bias_update with islands",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.compiled and job.workload.balance.is_active,
         reason="train.router works by hooks on routers, at which compiled layers break; use model.compile: none",
+        limits="train.router with compiled layers",
     ),
     Rule(
-        forbids=lambda plan, job: plan.tp * plan.pp * plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
-        reason="without ZeRO, DeepSpeed's 16-bit optimizers leave shards and experts out of the gradient norm "
-        "and so clip wrongly; use zero_stage 1",
+        forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",
+        reason="without ZeRO, DeepSpeed's 16-bit optimizers leave experts out of the gradient norm and so clip "
+        "wrongly; use zero_stage 1",
+        limits="expert axis in 16 bits without ZeRO",
     ),
     Rule(
-        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload != "none",
-        reason="offload is offered with data parallel and ZeRO only: parity with tensor or pipeline axes is not proven",
+        forbids=lambda plan, job: plan.tp * plan.pp > 1 and plan.offload not in ("none", "cpu"),
+        reason="with tensor or pipeline axes only optimizer states are offloaded, and only to the host: parity of "
+        "offloaded parameters and NVMe is not proven there; use offload: cpu",
+        limits="offload of parameters, or to NVMe, with tensor or pipeline axes",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp * plan.pp > 1 and job.workload.quantized_base,
         reason="4-bit weights (model.lora.quantize) can't be cut into shards or stages; use data_parallel or zero",
+        limits="QLoRA with tensor or pipeline axes",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.lora_rank > 0,
         reason="AutoTP does not cut adapters; leave tensor_by out: the toolkit's own shards do",
+        limits="AutoTP with LoRA",
     ),
     Rule(
         forbids=lambda plan, job: plan.islands > 1 and plan.precision == "fp16",
@@ -144,6 +189,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and plan.zero_stage == 0,
         reason="AutoTP without ZeRO reports no gradient norm; use zero_stage 1, 2 or 3",
+        limits="AutoTP without ZeRO",
     ),
     Rule(
         forbids=lambda plan, job: plan.offload != "none" and plan.zero_stage == 0,
@@ -232,9 +278,10 @@ RULES: tuple[Rule, ...] = (
         reason="V100 has no bf16; use precision fp16 or fp32",
     ),
     Rule(
-        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.pp > 1 or plan.offload != "none"),
-        reason="train.batch_ramp changes the number of micro-batches per step, which pipelines and offload fix at the "
-        "start; use data_parallel, zero without offload, tensor or sequence parallel",
+        forbids=lambda plan, job: bool(job.workload.ramp_start) and (plan.chunks > 1 or plan.offload != "none"),
+        reason="train.batch_ramp changes the number of micro-batches per step, which interleaved and zero-bubble "
+        "schedules need in fixed rounds and offload fixes at the start; use schedule 1f1b and no offload",
+        limits="batch ramp with several chunks per rank, or offload",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.ramp_start % (plan.dp * plan.islands * plan.micro_batch) > 0,
@@ -272,9 +319,10 @@ RULES: tuple[Rule, ...] = (
         key="train.reduce.algorithm",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and plan.tp * plan.pp * plan.ep > 1,
-        reason="lamb and lars scale updates by the norms of complete layers, but tensor, pipeline and expert ranks "
-        "hold only parts; use data_parallel, zero or sequence_parallel, or optimizer adamw or lion",
+        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and (plan.ep > 1 or plan.tensor_by == "autotp"),
+        reason="lamb and lars scale updates by the norms of complete layers, but expert ranks and AutoTP do not tell "
+        "which parts they hold; use another strategy, or optimizer adamw or lion",
+        limits="LAMB and LARS with experts or AutoTP",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
@@ -312,6 +360,11 @@ REFERENCE_VERSION: Version = (0, 19, 8)
 
 UNKEEPABLE = "AutoTP does not report which slice of a parameter a rank holds, so checkpoints can't be written"
 """Why a plan with AutoTP can't be saved."""
+
+
+def limits() -> list[tuple[str, str]]:
+    """Combinations of model parallelism that are refused, with the reason: the table in the docs."""
+    return [(rule.limits, rule.reason) for rule in RULES if rule.limits]
 
 
 def unkeepable(plan: Plan) -> str:

@@ -12,6 +12,8 @@ from toolkit.errors import BadInput, Problem
 from toolkit.models.architectures.dense import BERT
 from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
 from toolkit.plans.deepspeed_rules import job_problems
+from toolkit.plans.pipeline_bounds import chunks_problem
+from toolkit.plans.pipeline_orders import micro_batches_problem
 from toolkit.plans.plan import Job, Workload
 from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
@@ -46,7 +48,8 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_problems(job), *_kernel_problems(recipe.model, job), *job_problems(job)]
+    problems = [*_problems(job), *_schedule_problems(job, recipe.strategy.name), *_kernel_problems(recipe.model, job)]
+    problems += job_problems(job)
     problems += balance_problems(recipe.train.router, config, job.model.experts, recipe.model.precision)
     if problems:
         raise BadInput(recipe.name, problems)
@@ -102,6 +105,27 @@ def _expert_problems(job: Job) -> Iterator[Problem]:
         fitting = [size for size in range(2, experts + 1) if experts % size == 0 and job.cluster.devices % size == 0]
         advice = f"use {', '.join(map(str, fitting))}" if fitting else "remove it"
         yield Problem("strategy.ep", f"{ep} given; it must divide the {experts} experts; {advice}")
+
+
+def _schedule_problems(job: Job, strategy: str) -> list[Problem]:
+    """Pipeline schedules that the model or the batch can't fill, with the nearest that works."""
+    fixed, layers = job.fixed, job.model.layers
+    pp, schedule, chunks = fixed.get("pp"), fixed.get("schedule"), fixed.get("chunks")
+    if found := chunks_problem(layers, pp, schedule, chunks):
+        return [Problem(*found)]
+    schedule = schedule or ("interleaved" if chunks and chunks > 1 else None)
+    if schedule in (None, "1f1b") or pp is None:
+        return []
+    if "grad_accum" in fixed:
+        problem = micro_batches_problem(schedule, pp, fixed["grad_accum"])
+        return [Problem("strategy.grad_accum", problem)] if problem else []
+    if "dp" not in fixed and strategy != "pipeline" and not {"tp", "sp"} <= fixed.keys():
+        return []  # how many replicas share the batch is open
+    dp = fixed.get("dp") or job.cluster.devices // (pp * fixed.get("tp", 1) * fixed.get("sp", 1)) or 1
+    most = job.workload.global_batch // (dp * fixed.get("micro_batch", 1))
+    problem = micro_batches_problem(schedule, pp, most) if most < 2 * pp or "micro_batch" in fixed else None
+    key = "strategy.micro_batch" if "micro_batch" in fixed else "train.global_batch"
+    return [Problem(key, f"{problem} (global batch / dp / micro_batch)")] if problem else []
 
 
 def _kernel_problems(section: Model, job: Job) -> list[Problem]:

@@ -41,9 +41,12 @@ class NoiseScale:
 
 
 def tells_noise(plan: Plan) -> bool:
-    """Whether a plan sees gradients of two batch sizes: unsplit models and several micro-batches per step."""
-    unsplit = plan.tp * plan.pp * plan.token_parts * plan.ep * plan.islands == 1
-    return unsplit and plan.global_batch > plan.micro_batch
+    """Whether a plan sees gradients of two batch sizes: several micro-batches per step, each seen as a whole.
+
+    Tensor shards add up. Pipeline stages that share a weight see parts of its gradient, whose squares do not.
+    """
+    added_up = plan.pp * plan.token_parts * plan.ep * plan.islands == 1 and plan.tensor_by == "slices"
+    return added_up and plan.global_batch > plan.micro_batch
 
 
 def advice(sequences: float, global_batch: int) -> str:

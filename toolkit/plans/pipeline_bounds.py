@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 
 from toolkit.models.spec import ModelSpec
+from toolkit.plans.pipeline_orders import V_CHUNKS, rank_of
 
 
 @lru_cache
-def pipeline_bounds(model: ModelSpec, stages: int, seq_len: int) -> tuple[int, ...]:
+def pipeline_bounds(
+    model: ModelSpec, pp: int, seq_len: int, schedule: str = "1f1b", chunks: int = 1
+) -> tuple[int, ...]:
     """First layer of each stage, and the number of layers, balanced by FLOPs per token.
 
     The output matrix counts towards the last stage; an embedding is a lookup and costs nothing.
     """
     attention = 4.0 * model.heads * model.head_dim * seq_len
     layers = [2.0 * params + attention for params in model.layer_active_params]
-    return balance(layers, stages, last=2.0 * model.vocab * model.hidden)
+    head = 2.0 * model.vocab * model.hidden
+    if chunks == 1:
+        return balance(layers, pp, last=head)
+    return balance_ranks(len(layers), head * len(layers) / sum(layers), schedule, pp, chunks)
+
+
+def balance_ranks(layers: int, head: float, schedule: str, pp: int, chunks: int) -> tuple[int, ...]:
+    """Bounds that even out the work of the ranks, each of which has several stages.
+
+    `head`: cost of the output head, in layers. Layers count alike. The next layer always goes to the rank with the
+    least work, into its shortest stage; of several, the last one, which keeps activations for the shortest time.
+    """
+    stages = [1] * (pp * chunks)
+    own: list[list[int]] = [[] for _ in range(pp)]
+    for stage in range(pp * chunks):
+        own[rank_of(schedule, pp, stage)].append(stage)
+    work = [(float(chunks), rank) for rank in range(pp)]
+    last = rank_of(schedule, pp, pp * chunks - 1)
+    work[last] = (chunks + head, last)
+    heapq.heapify(work)
+    for _ in range(layers - pp * chunks):
+        load, rank = heapq.heappop(work)
+        stages[min(own[rank], key=lambda stage: (stages[stage], -stage))] += 1
+        heapq.heappush(work, (load + 1, rank))
+    return tuple(itertools.accumulate(stages, initial=0))
 
 
 def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
@@ -65,6 +93,35 @@ def _earliest_starts(total: Sequence[float], stages: int, limit: float) -> list[
             return [len(total)] * stages
         starts.append(end)
     return starts[::-1]
+
+
+def chunks_problem(layers: int, pp: int | None, schedule: str | None, chunks: int | None) -> tuple[str, str] | None:
+    """The recipe key and reason if a schedule and its chunks per rank can't be used; None if they can.
+
+    `pp`, `schedule` and `chunks`: as the recipe fixes them, None where it does not.
+    """
+    if pp == 1 and (schedule not in (None, "1f1b") or (chunks or 1) > 1):
+        key = "strategy.schedule" if schedule not in (None, "1f1b") else "strategy.chunks"
+        return key, f"{schedule or chunks} given; needs a pipeline: set strategy.pp above 1, or leave it out"
+    if schedule is None and chunks is None:
+        return None
+    required = {"1f1b": "1", "zero_bubble": str(V_CHUNKS), "interleaved": "2 or more"}.get(schedule or "")
+    if chunks is None:
+        least = 1 if schedule == "1f1b" else V_CHUNKS
+        if schedule != "1f1b" and (pp or 2) * least > layers:
+            return "strategy.schedule", f"{schedule} needs {(pp or 2) * least} layers; the model has {layers}; use 1f1b"
+        return None
+    if required and (required != str(chunks) if required in ("1", str(V_CHUNKS)) else chunks < V_CHUNKS):
+        return "strategy.chunks", f"{chunks} given; schedule {schedule} requires {required}"
+    usable = [number for number in range(1, layers + 1) if layers % number == 0 and number * (pp or 1) <= layers]
+    if chunks in usable:
+        return None
+    nearest = sorted(usable, key=lambda number: (abs(number - chunks), number))[:2]
+    where = f" with at least one layer on each of {pp} ranks" if pp else ""
+    return (
+        "strategy.chunks",
+        f"{chunks} given; must divide the model's {layers} layers{where}; use {' or '.join(map(str, sorted(nearest)))}",
+    )
 
 
 def bounds_problem(bounds: Sequence[int], layers: int, stages: int) -> str | None:

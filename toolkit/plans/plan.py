@@ -79,7 +79,7 @@ class Plan:
     tp: int = 1
     """Tensor-parallel ranks of one replica."""
     pp: int = 1
-    """Pipeline stages of one replica."""
+    """Pipeline ranks of one replica."""
     sp: int = 1
     """Sequence-parallel ranks of one replica."""
     cp: int = 1
@@ -114,6 +114,10 @@ class Plan:
     """Steps between two exchanges between islands."""
     pipeline_bounds: tuple[int, ...] = ()
     """First layer of each pipeline stage, and the number of layers; empty without a pipeline."""
+    schedule: str = "1f1b"
+    """Order of a pipeline's forward and backward passes: `1f1b`, `interleaved` or `zero_bubble`."""
+    chunks: int = 1
+    """Stages per pipeline rank: the model is cut into `pp · chunks` stages."""
 
     @property
     def token_parts(self) -> int:
@@ -138,8 +142,10 @@ class Plan:
         ]
         if self.strategy != "zero" and self.zero_stage:
             axes.append(f"ZeRO {self.zero_stage}")
+        if self.schedule != "1f1b":
+            axes.append(f"{self.schedule.replace('_', ' ')} {self.chunks} chunks")
         if self.pipeline_bounds:
-            axes.append(f"layers {'-'.join(map(str, self.pipeline_bounds))}")
+            axes.append(f"layers {_shortened(self.pipeline_bounds)}")
         if self.sequence_sharded:
             axes.append("token shares")
         if self.tensor_by != "slices":
@@ -158,6 +164,12 @@ class Plan:
         return " · ".join([name, *axes])
 
 
+def _shortened(bounds: tuple[int, ...]) -> str:
+    """Stage bounds for tables; of many, the first and the last."""
+    shown = [str(bound) for bound in bounds]
+    return "-".join(shown if len(shown) <= MOST_SHOWN else [*shown[:4], "…", *shown[-2:]])
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why a plan, or all plans of a strategy, can't be used."""
@@ -167,6 +179,8 @@ class Refusal:
     plan: Plan | None = None
 
 
+MOST_SHOWN = 17
+"""Stage bounds that a description lists in full."""
 BLOCK = 2048
 """Elements that share one scale in 1-bit compression: few enough that large values do not swamp small ones."""
 ONE_BIT_BYTES = 1 / 8 + 4 / BLOCK

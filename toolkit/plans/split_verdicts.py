@@ -36,13 +36,22 @@ class Axes:
     sequence_sharded: bool = False
     cp: int = 1
     ep: int = 1
+    weights_later: bool = False
+    """Whether gradients of weights are computed apart from those of inputs (zero bubble)."""
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
         """The axes of a plan; larger numbers of stages, ring ranks and expert ranks count as the `MOST_` of each."""
-        sp = min(plan.sp, MOST_EXCHANGES) if plan.cp > 1 else plan.sp
-        stages, ring, expert_ranks = min(plan.pp, MOST_STAGES), min(plan.cp, MOST_RING), min(plan.ep, MOST_EXPERT_RANKS)
-        return cls(plan.tp, stages, sp, plan.tensor_by, plan.sequence_sharded, ring, expert_ranks)
+        return cls(
+            tp=plan.tp,
+            pp=min(plan.pp * plan.chunks, MOST_STAGES),
+            sp=min(plan.sp, MOST_EXCHANGES) if plan.cp > 1 else plan.sp,
+            tensor_by=plan.tensor_by,
+            sequence_sharded=plan.sequence_sharded,
+            cp=min(plan.cp, MOST_RING),
+            ep=min(plan.ep, MOST_EXPERT_RANKS),
+            weights_later=plan.schedule == "zero_bubble",
+        )
 
     @property
     def split(self) -> bool:

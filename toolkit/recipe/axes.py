@@ -9,9 +9,11 @@ Recompute = Literal["none", "selective", "full", "offload"]
 ZeroVariant = Literal["plain", "hpz", "mics"]
 ZeroQuantized = Literal["none", "weights", "gradients", "both"]
 TensorBy = Literal["slices", "autotp"]
+PipelineSchedule = Literal["1f1b", "interleaved", "zero_bubble"]
 
 RECOMPUTES: tuple[str, ...] = get_args(Recompute)
 """From the fastest, which keeps most, to the slowest, which keeps least."""
 OFFLOADS: tuple[str, ...] = get_args(Offload)
 ZERO_VARIANTS: tuple[str, ...] = get_args(ZeroVariant)
 ZERO_QUANTIZED: tuple[str, ...] = get_args(ZeroQuantized)
+PIPELINE_SCHEDULES: tuple[str, ...] = get_args(PipelineSchedule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from toolkit.recipe.axes import Offload, Recompute, TensorBy, ZeroQuantized, ZeroVariant
+from toolkit.recipe.axes import Offload, PipelineSchedule, Recompute, TensorBy, ZeroQuantized, ZeroVariant
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
 from toolkit.recipe.objective_sections import Objective, Preference, Router
@@ -246,6 +246,11 @@ class StrategySection:
     """Steps between two exchanges between islands."""
     pipeline_bounds: tuple[int, ...] | None = None
     """First layer of each pipeline stage, and the number of layers, e.g. [0, 3, 6]; default: balanced by time."""
+    schedule: PipelineSchedule | None = None
+    """Order of a pipeline's passes: `1f1b`; `interleaved`: several chunks of the model per rank, which fills and drains
+    the pipeline faster; `zero_bubble`: two chunks per rank, weight gradients computed where a rank would wait."""
+    chunks: int | None = number(None, least=1)
+    """Chunks of the model per pipeline rank: 1 for `1f1b`, 2 for `zero_bubble`, 2 or more for `interleaved`."""
 
     def fixed(self) -> dict[str, Any]:
         """The axes that the recipe fixes: plan field → value."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from toolkit.plans.job import raw_config
 from toolkit.plans.pipeline_bounds import even_bounds
+from toolkit.plans.pipeline_orders import rank_of, stages_of
 from toolkit.plans.plan import Plan
 from toolkit.plans.router_balance import Balance, balance_of
 from toolkit.recipe.batch_sections import Outer
@@ -53,9 +55,11 @@ from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
-from toolkit.runtime.pipeline.engine import PipelineEngine
-from toolkit.runtime.pipeline.split import analyse
-from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.pipeline.engine import PipelineEngine, PipelineParts
+from toolkit.runtime.pipeline.schedule_run import ScheduleRun
+from toolkit.runtime.pipeline.split import StageSplit, analyse
+from toolkit.runtime.pipeline.stage import Chunks, Stage
+from toolkit.runtime.pipeline.transfers import Transfers
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
@@ -178,9 +182,10 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     seed_rank(spec.train.seed, mesh)
     check = ReplicaCheck(model.named_parameters(), group).finish if group else None
     unit = TensorUnit(mesh) if group else None
+    noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None  # after the hooks that complete gradients
     own = _sequence_slice(spec, model, mesh)
     routers = _routers(spec, model, mesh, own=own)
-    parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers)
+    parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers, noise=noise)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -208,30 +213,42 @@ def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
 
 def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     plan, seed = spec.plan, spec.train.seed
-    model, weights = open_skeleton(spec.model, seed)
-    bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
-    split = analyse(emptied(hollow_model(spec.model, seed)), tuple(bounds))
+    probe = emptied(hollow_model(spec.model, seed))
+    bounds = plan.pipeline_bounds or even_bounds(len(find_layers(probe)[1]), plan.pp * plan.chunks)
+    split = analyse(probe, tuple(bounds))
+    group = tensor_group(mesh) if plan.tp > 1 else None
+    own = stages_of(plan.schedule, plan.pp, plan.chunks, mesh.pipe)
+    stages = [_stage(spec, split, index, group, mesh) for index in own]
+    chunks = Chunks(stages, functools.partial(rank_of, plan.schedule, plan.pp))
+    if group:
+        sum_partial_gradients(chunks, group)
+    for stage in stages:
+        recompute_layers(stage.model, plan.recompute)
+        compiled_layers.install(stage.model, spec.model, is_wrapped)
+    seed_rank(seed, mesh)
+    check = ReplicaCheck(chunks.parameters_by_name.items(), group).finish if group else None
+    parts = PipelineParts(run=Transfers if plan.schedule == "1f1b" else ScheduleRun, after_backward=check)
+    return PipelineEngine(chunks, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
+
+
+def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup | None, mesh: Mesh) -> Stage:
+    """One stage with its weights, and with this rank's shards of them if there is a tensor group."""
+    model, weights = open_skeleton(spec.model, spec.train.seed)
     fused_kernels.install(model, spec.model)
     experts = _own_experts(spec, model, mesh)
-    group = tensor_group(mesh) if plan.tp > 1 else None
     if group:
         prefix = ADAPTED if spec.model.lora else ""
         outside = _not_among(experts)
-        loss = _sharded(spec, model, group, lambda name: outside(name) and mesh.pipe in split.owners[prefix + name])
+        loss = _sharded(spec, model, group, lambda name: outside(name) and index in split.owners[prefix + name])
     else:
         loss = _loss_in_head(spec, model)
     table = RouterTable.of(model)
-    stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], _objective(spec, loss))
+    stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     _send_to_experts(model, experts, mesh)
-    if group:
-        sum_partial_gradients(model, group)
-    recompute_layers(model, plan.recompute)
-    compiled_layers.install(model, spec.model, is_wrapped)
-    seed_rank(seed, mesh)
-    check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
-    stage.routers = _routers(spec, model, mesh, table)
-    return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
+    if spec.plan.chunks == 1:  # with several stages per rank loads are not counted: their passes take turns
+        stage.routers = _routers(spec, model, mesh, table)
+    return stage
 
 
 def _routers(

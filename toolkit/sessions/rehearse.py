@@ -22,6 +22,7 @@ from toolkit.launching.environment import environment
 from toolkit.launching.launchers import Command, import_path
 from toolkit.planner.search import Option
 from toolkit.plans.job import raw_config
+from toolkit.plans.pipeline_orders import boundaries
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.rehearsal.report import Collective, RehearsalSpec, RoleFailed, RoleReport
@@ -83,7 +84,7 @@ class Rehearsal:
     def traffic(self, role: RoleReport) -> dict[str, tuple[int, int]]:
         """Axis → bytes per step (predicted, rehearsed); `other`: collectives over ranks of several axes."""
         plan, found = self.option.plan, {}
-        neighbours = (role.stage > 0) + (role.stage < plan.pp - 1)
+        neighbours = boundaries(plan.schedule, plan.pp, plan.chunks, role.stage)
         for axis, size in self.predicted_traffic.items():
             found[axis] = [round(size) * (neighbours if axis == "pp" else 1), 0]
         for row in role.step.traffic:

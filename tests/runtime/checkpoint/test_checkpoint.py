@@ -31,7 +31,9 @@ STEPS, SAVED = 14, 4
 NAMES = list(LAYOUTS)
 PAIRS = [(source, NAMES[(i + 1) % len(NAMES)]) for i, source in enumerate(NAMES)]
 PAIRS += [(source, NAMES[(i + 5) % len(NAMES)]) for i, source in enumerate(NAMES) if i % 3 == 1]
-BASE = (f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=9")
+BASE = (
+    f"train.steps={STEPS}", f"checkpoint.every={SAVED}", "checkpoint.keep=9", "model.config.num_hidden_layers=4"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")

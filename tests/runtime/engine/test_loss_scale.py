@@ -27,7 +27,14 @@ PLANS = {
     "pipeline": Plan(
         strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, pipeline_bounds=(0, 2, 4), precision="fp16"
     ),
-}
+    "interleaved": Plan(
+        strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, schedule="interleaved", chunks=2, zero_stage=1,
+        precision="fp16",
+    ),
+    "zero_bubble": Plan(
+        strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, schedule="zero_bubble", chunks=2, precision="fp16"
+    ),
+}  # fmt: skip
 FIRST_SCALE_POWER = 19
 
 

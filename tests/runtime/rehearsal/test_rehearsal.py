@@ -44,7 +44,14 @@ def rehearsed(mapping: dict[str, Any], *overrides: str, **options: Any) -> Rehea
 
 @pytest.mark.parametrize(
     "name",
-    ["zero-2 bf16", "tensor bf16-recompute", "pipeline fp32-recompute", "hybrid bf16-recompute", "zero-3-lora fp32"],
+    [
+        "zero-2 bf16",
+        "tensor bf16-recompute",
+        "pipeline fp32-recompute",
+        "hybrid bf16-recompute",
+        "zero-3-lora fp32",
+        "interleaved bf16",
+    ],
 )
 def test_rehearsed_bytes_are_the_measured_ones(name: str) -> None:
     """A sample of `python -m benchmarks.rehearsals --harness`."""

@@ -10,9 +10,11 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from toolkit.checkpoints import element_runs
 from toolkit.plans.plan import Plan
 from toolkit.runtime.distributed.mesh import Mesh
+from toolkit.runtime.distributed.process_group import all_sum, device
 from toolkit.runtime.engine.onebit_adam import OneBitAdam, OneBitExchange
 from toolkit.runtime.engine.optimizers import Layers, LayerwiseOptimizer, Span
 from toolkit.runtime.engine.training_state import DeepSpeedState
+from toolkit.runtime.models.parameter_shards import layout_of
 
 
 def undo_first_step(optimizer: Any) -> None:
@@ -49,7 +51,7 @@ def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
     if isinstance(state.base, OneBitAdam):
         _begin_one_bit(engine, state.base, mesh)
     if isinstance(state.base, LayerwiseOptimizer):
-        whole = mesh.plan.zero_stage == 0 or mesh.plan.tp * mesh.plan.pp > 1
+        whole = mesh.plan.zero_stage == 0 and mesh.plan.tp == 1
         state.base.begin(Layers() if whole else _sharded(state, mesh))
 
 
@@ -65,13 +67,25 @@ def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:
 
 
 def _sharded(state: DeepSpeedState, mesh: Mesh) -> Layers:
-    """The layers inside ZeRO's flat partitions, which hold pieces of many layers."""
+    """The layers inside ZeRO's flat partitions, which hold pieces of many layers, and inside tensor shards."""
     numbers = {name: number for number, name in enumerate(sorted(state.names.values()))}
+    sliced = torch.zeros(len(numbers), dtype=torch.bool, device=device())
+    for parameter, name in state.names.items():
+        sliced[numbers[name]] = layout_of(parameter) is not None
     spans: dict[torch.Tensor, list[Span]] = {}
     for name, held in state.held():
         stop = held.start + element_runs.size(held.region)
         spans.setdefault(held.master, []).append(Span(numbers[name], held.start, stop))
-    return Layers(spans, len(numbers), mesh.sum_over_tokens)
+
+    def sum_over_ranks(squares: torch.Tensor) -> torch.Tensor:
+        """Over the ranks that share a partition, then over tensor ranks, which all hold what is not sliced."""
+        if mesh.plan.zero_stage:
+            squares = mesh.sum_over_tokens(squares)
+        if mesh.plan.tp == 1:
+            return squares
+        return torch.where(sliced, all_sum(squares.clone(), mesh.inner_group), squares)
+
+    return Layers(spans, len(numbers), sum_over_ranks)
 
 
 class Scaling:

@@ -131,7 +131,10 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_nor
 
 
 def gradient_norm(held: Sequence[Held], mesh: Mesh) -> torch.Tensor:
-    """The norm of all gradients of a replica. Collective."""
+    """The norm of all gradients of a replica. Collective.
+
+    Squares are summed in float64, so that the norm does not depend on which rank holds which parameter.
+    """
     squares = _squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh))
     if mesh.plan.ep > 1:
         # The ranks of an expert group hold different experts. There are several such groups, and tensor ranks hold the
@@ -139,7 +142,7 @@ def gradient_norm(held: Sequence[Held], mesh: Mesh) -> torch.Tensor:
         copies = mesh.token_ranks // mesh.plan.ep * mesh.plan.tp
         experts = _squares(g for p, g in held if _is_expert(p))
         squares = squares + mesh.sum_over_tokens(experts) / copies
-    return mesh.sum_over_shards(squares).sqrt()
+    return mesh.sum_over_shards(squares).sqrt().float()
 
 
 def _norm_under_zero(optimizer: Any, mesh: Mesh) -> torch.Tensor:
@@ -173,8 +176,8 @@ def _unpadded(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
     gradients = list(found)
     if not gradients:
-        return torch.zeros((), device=device())
-    return torch.stack(torch._foreach_norm(gradients)).square().sum()
+        return torch.zeros((), dtype=torch.float64, device=device())
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
@@ -190,13 +193,13 @@ def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
 
 
 class NoiseMeter:
-    """Sums, on the device, the squared norm of every gradient that reaches a parameter."""
+    """Sums, on the device, the squared norm of every gradient that reaches a parameter; of shards, each its own."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: Mesh) -> None:
         self._mesh = mesh
         self._squares = torch.zeros((), dtype=torch.float32, device=device())
         for parameter in parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad and _counts(parameter, mesh):
                 parameter.register_hook(self._see)  # type: ignore[no-untyped-call]
 
     def _see(self, gradient: torch.Tensor) -> None:
@@ -207,6 +210,6 @@ class NoiseMeter:
 
         `accumulated`: micro-batches per rank, by which each gradient has been divided.
         """
-        total = self._mesh.sum_over_tokens(self._squares.clone())
+        total = self._mesh.sum_over_shards(self._mesh.sum_over_tokens(self._squares.clone()))
         self._squares.zero_()
         return total.double() * accumulated / self._mesh.token_ranks

@@ -34,7 +34,7 @@ class Layers:
     """Which elements of the optimizer's tensors form a layer."""
 
     spans: Mapping[torch.Tensor, Sequence[Span]] = field(default_factory=dict)
-    """Spans of tensors that hold pieces of several layers; empty if every tensor is one complete layer."""
+    """Spans of flattened tensors that hold pieces of layers; empty if every tensor is one complete layer."""
     count: int = 0
     """Number of layers in the model."""
     sum_over_ranks: Sum = lambda squares: squares
@@ -47,7 +47,8 @@ class Layers:
         squares = torch.zeros(len(values), self.count, device=owner.device)
         for row, value in enumerate(values):
             for span in self.spans.get(owner, ()):
-                squares[row, span.layer] = torch.linalg.vector_norm(value[span.start : span.stop]).square()
+                piece = value.view(-1)[span.start : span.stop]
+                squares[row, span.layer] = torch.linalg.vector_norm(piece).square()
         return self.sum_over_ranks(squares).sqrt()
 
     def scale(self, owner: torch.Tensor, value: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Layers:
         if not self.spans:
             return value.mul_(factors[0])
         for span in self.spans.get(owner, ()):
-            value[span.start : span.stop].mul_(factors[span.layer])
+            value.view(-1)[span.start : span.stop].mul_(factors[span.layer])
         return value
 
 

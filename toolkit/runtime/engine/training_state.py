@@ -7,7 +7,8 @@ tests/runtime/checkpoint/test_checkpoint.py, which saves and resumes under every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,13 +72,14 @@ class DeepSpeedState:
         names: Mapping[torch.Tensor, str],
         copies: Copies,
         place: SliceLocator,
-        model: torch.nn.Module | None = None,
+        models: Sequence[torch.nn.Module] = (),
     ) -> None:
         """`names`: this rank's name of each parameter. `place`: where its elements are in the full parameter.
-        `model`: the module whose buffers are saved, if that is not the engine's.
+        `models`: the modules whose buffers are saved, if that is not the engine's; of a buffer that several of them
+        have, the first is saved and all are restored.
         """
         self._engine, self.names = engine, names
-        self._copies, self._place, self._model = copies, place, model or engine.module
+        self._copies, self._place, self._models = copies, place, models or [engine.module]
         self._sharded = isinstance(
             engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
         )
@@ -91,14 +93,17 @@ class DeepSpeedState:
             copy, count = (0, 1) if self._sharded else self._copies.of(own_name)
             for fragment in held_fragments([held], self.base.state, copy, count):
                 yield fragment if self._copies.saves(own_name) else replace(fragment, copy=count)
-        for name, buffer in persistent_buffers(self._model):
+        seen: set[str] = set()
+        for name, buffer in itertools.chain.from_iterable(map(persistent_buffers, self._models)):
+            saves = self._copies.saves(name) and name not in seen
+            seen.add(name)
             yield Fragment(
                 name=name,
                 kind=BUFFER,
                 shape=tuple(buffer.shape),
                 region=element_runs.flat(0, buffer.numel()),
                 tensor=buffer.view(-1),
-                copy=self._copies.index if self._copies.saves(name) else self._copies.count,
+                copy=self._copies.index if saves else self._copies.count,
                 copies=self._copies.count,
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -27,8 +28,19 @@ from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
-from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.pipeline.schedule_run import ScheduleRun
+from toolkit.runtime.pipeline.stage import Chunks
 from toolkit.runtime.pipeline.transfers import EXCHANGES, Transfers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParts:
+    """What differs between pipelines."""
+
+    run: type[Transfers] | type[ScheduleRun] = Transfers
+    """Runs the order of forward and backward passes: DeepSpeed's 1F1B, or one with several chunks per rank."""
+    after_backward: Callable[[], None] | None = None
+    """Check called once, after the first backward pass."""
 
 
 class PipelineEngine:
@@ -36,35 +48,38 @@ class PipelineEngine:
 
     def __init__(
         self,
-        stage: Stage,
+        chunks: Chunks,
         mesh: Mesh,
         train: Train,
         config: dict[str, Any],
         schedule: Schedule,
-        after_backward: Callable[[], None] | None = None,
+        parts: PipelineParts | None = None,
     ) -> None:
+        parts = parts or PipelineParts()
         self._mesh = mesh
-        self._after_backward = after_backward
-        self._stage = stage
-        self._shape: torch.Size | None = None
-        self._scale = float(mesh.plan.global_batch if train.grad_reduce == "sum" else 1)
-        module = StagedModule(stage, mesh)
+        self._after_backward = parts.after_backward
+        self._chunks = chunks
+        self._routers = chunks.routers
+        self._sums = train.grad_reduce == "sum"
+        self._accumulated = mesh.plan.grad_accum
+        module = StagedModule(chunks, mesh)
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            model_parameters=parameter_groups(stage.parameters_by_name.items(), train, scaled_lr(train)),
+            model_parameters=parameter_groups(chunks.parameters_by_name.items(), train, scaled_lr(train)),
             config=config,
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
-        stage.routers.attach()
+        self._routers.attach()
+        module.sums_apart = bool(vars(self._engine.optimizer).get("use_grad_accum_attribute"))
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
         self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
-        self._transfers = Transfers(self._engine, mesh)
-        stage.prepared = self._scaling.prepared
+        self._run = parts.run(self._engine, mesh, chunks)
+        chunks.last.prepared = self._scaling.prepared
 
     @property
     def replica(self) -> int:
@@ -72,11 +87,11 @@ class PipelineEngine:
 
     @property
     def loss(self) -> Loss:
-        return self._stage.loss
+        return self._chunks.last.loss
 
     @property
     def state(self) -> DeepSpeedState:
-        named = self._stage.parameters_by_name
+        named = self._chunks.parameters_by_name
         return DeepSpeedState(
             self._engine,
             names={p: name for name, p in named.items()},
@@ -87,30 +102,36 @@ class PipelineEngine:
                 saves=self._saves,
             ),
             place=placed(named),
-            model=self._stage.model,
+            models=self.models,
         )
 
     def _saves(self, name: str) -> bool:
-        """The first stage that holds a name saves it: tensor rank 0, or all tensor ranks if they hold slices."""
-        split, named = self._stage.split, self._stage.parameters_by_name
+        """The first rank that holds a name saves it: tensor rank 0, or all tensor ranks if they hold slices."""
+        layers, named = self._chunks.split.layers, self._chunks.parameters_by_name
         if name not in named:  # a buffer: a layer is on one stage, everything else on all
-            return self._mesh.tensor == 0 and (name.startswith(f"{split.layers}.") or self._mesh.pipe == 0)
+            return self._mesh.tensor == 0 and (name.startswith(f"{layers}.") or self._mesh.pipe == 0)
         sliced = is_tensor_slice(named[name])
-        return self._mesh.pipe == min(split.owners[name]) and (sliced or self._mesh.tensor == 0)
+        return self._mesh.pipe == self._chunks.owners(name)[0] and (sliced or self._mesh.tensor == 0)
 
     @property
     def module(self) -> torch.nn.Module:
-        """This stage's part of the model, under the full model's names."""
-        model: torch.nn.Module = self._stage.model
-        return model
+        """This rank's part of the model: under the full model's names, unless it has several chunks."""
+        return self.models[0] if len(self.models) == 1 else torch.nn.ModuleList(self.models)
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The part of the model in each of this rank's chunks, under the full model's names."""
+        return [stage.model for stage in self._chunks]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
         tokens, weighed = (one.total for one in count_tokens(batch, self._mesh))
-        self._follow_shape(batch[0])
+        self._run.follow(batch)
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
-        self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(weighed, 1))
-        self._stage.routers.begin(batch, self._scale)
+        self._accumulate(len(batch))
+        sequences = float(plan.global_batch // plan.grad_accum * len(batch) if self._sums else 1)
+        self._chunks.feed(batch, sequences * len(batch) * plan.dp / max(weighed, 1))
+        self._routers.begin(batch, sequences)
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
         loss = self._engine.train_batch()
@@ -120,47 +141,42 @@ class PipelineEngine:
         scale, skipped = self._scaling.last()
         return StepResult(
             numbers=StepNumbers(
-                loss=loss.squeeze() / self._scale,
+                loss=loss.squeeze() / sequences,
                 grad_norm=self._scaling.unscaled(self._norm.last()),
-                figures=figures_of(self._stage.loss, weighed, self._over_replicas, loss),
-                routers=self._stage.routers.finish(),
+                figures=figures_of(self.loss, weighed, self._over_replicas, loss),
+                routers=self._routers.finish(),
             ),
             tokens=tokens,
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            own_nonfinite=self._stage.nonfinite.count.clone(),
+            own_nonfinite=torch.stack([stage.nonfinite.count for stage in self._chunks]).sum(0),
         )
+
+    def _accumulate(self, micro_batches: int) -> None:
+        """Set the number of micro-batches per step, which grows under a batch ramp."""
+        if micro_batches != self._accumulated:
+            engine, self._accumulated = self._engine, micro_batches
+            engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * engine.dp_world_size * micro_batches)
 
     def watch(self, clock: Clock) -> None:
         """Attribute each instruction of DeepSpeed's schedule to a part of the step (`_INSTRUCTION_MAP` of 0.19.8)."""
-        self._transfers.clock = clock
+        self._run.clock = clock
         known = type(self._engine)._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         weighed = count_tokens(batch, self._mesh)[1].total
-        self._follow_shape(batch[0])
-        self._stage.feed(batch, 1.0)
+        self._run.follow(batch)
+        self._chunks.feed(batch, 1.0)
         mean = self._engine.eval_batch(iter(()), num_micro_batches=len(batch))  # over all micro-batches
         self._engine.module.train()
-        correct = self._over_replicas(self._stage.correct)
+        correct = self._over_replicas(torch.stack([stage.correct for stage in self._chunks]).sum(0))
         return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, weighed, int(correct))
 
     def _over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of the last stages' values, on every rank: their tensor ranks have the same, other stages have 0."""
         return self._mesh.sum_over_shards(self._mesh.sum_over_tokens(values)) / self._mesh.plan.tp
-
-    def _follow_shape(self, micro: MicroBatch) -> None:
-        """Reset the receive buffers if the shape of the batch has changed.
-
-        DeepSpeed 0.19.8 sends shapes only once and keeps its receive buffers; a batch of another length would be cut or
-        hang. Its `dynamic_shape` sends shapes for every micro-batch instead, which costs a message each.
-        """
-        if self._shape not in (None, micro.shape):
-            self._engine.reset_activation_shape()
-            self._transfers.reset()
-        self._shape = micro.shape
 
 
 _PARTS = {
@@ -183,13 +199,15 @@ def _timed(run: Callable[..., Any], name: str, clock: Clock) -> Callable[..., An
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
-    """DeepSpeed's `PipelineModule` with one layer per rank: the stage. Shared parameters come from our own split."""
+    """DeepSpeed's `PipelineModule` with one layer per rank: its stages. Shared parameters come from our own split."""
 
-    def __init__(self, stage: Stage, mesh: Mesh) -> None:
+    def __init__(self, chunks: Chunks, mesh: Mesh) -> None:
         plan = mesh.plan
         self._shared: list[tuple[torch.nn.Parameter, Any]] = []
+        self.sums_apart = False
+        """Whether DeepSpeed's ZeRO optimizer sums gradients in an attribute of its own."""
         topology = PipeModelDataParallelTopology(num_pp=plan.pp, num_mp=plan.tp, num_dp=plan.dp)
-        layers = [_Built(stage) for _ in range(plan.pp)]
+        layers = [_Built(chunks) for _ in range(plan.pp)]
         super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=False)
 
     def _index_tied_modules(self) -> dict[str, Any]:
@@ -199,18 +217,18 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         norm under ZeRO 1 counts shared parameters twice and misses shards. If the method is renamed, the pipeline tests
         with tied embeddings fail.
         """
-        stage: Stage = self.forward_funcs[0]
-        for parameter in stage.parameters():
+        chunks: Chunks = self.forward_funcs[0]
+        for parameter in chunks.parameters():
             # ZeRO 1 counts marked parameters on every rank of a replica, and others on its first rank only.
             counts = is_tensor_slice(parameter) or self._grid.get_slice_parallel_rank() == 0
             parameter.model_parallel = counts  # type: ignore[attr-defined]
         groups: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
-        for name, stages in stage.split.shared:
+        for name, stages in chunks.shared:
             if stages not in groups:
                 groups[stages] = self._shared_group(stages)
             group, ranks = groups[stages]
             if self.global_rank in ranks:
-                parameter = stage.parameters_by_name[name]
+                parameter = chunks.parameters_by_name[name]
                 self._shared.append((parameter, group))
                 parameter.ds_pipe_replicated = self.global_rank != ranks[0]  # type: ignore[attr-defined]
         return {}
@@ -231,7 +249,15 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
 
         DeepSpeed 0.19.8 skips a parameter without a gradient (`_exec_reduce_tied_grads`). If another stage has one,
         that stage waits forever. So missing gradients become zeros. This can go when it reduces missing gradients too.
+        It also looks for gradients in `grad` only; ZeRO in 16 bits that sums micro-batches in fp32 has them in
+        `grad_accum`, which is summed here. That can go when the test of tied weights with offload passes without it.
         """
+        if self.sums_apart:
+            for parameter, group in self._shared:
+                if parameter.grad_accum is None:  # type: ignore[attr-defined]
+                    parameter.grad_accum = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+                dist.all_reduce(parameter.grad_accum, group=group)  # type: ignore[attr-defined]
+            return []
         for parameter, _ in self._shared:
             if parameter.grad is None and getattr(parameter, "_hp_grad", None) is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -241,9 +267,9 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
 class _Built(LayerSpec):  # type: ignore[misc]
     """A layer spec whose module exists already; DeepSpeed builds only the specs of this rank's stage."""
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(Stage)
-        self._stage = stage
+    def __init__(self, chunks: Chunks) -> None:
+        super().__init__(Chunks)
+        self._chunks = chunks
 
-    def build(self, log: bool = False) -> Stage:
-        return self._stage
+    def build(self, log: bool = False) -> Chunks:
+        return self._chunks

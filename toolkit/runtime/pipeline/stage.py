@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +60,6 @@ class Stage(torch.nn.Module):
 
     def feed(self, batch: Sequence[MicroBatch], weight: float) -> None:
         """Set the micro-batches of the next step, and the factor of their summed loss."""
-        assert len({micro.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
         self._queue, self._weight = list(batch), weight
         self.nonfinite.reset()
         self.correct.zero_()
@@ -90,6 +89,72 @@ class Stage(torch.nn.Module):
         loss = self.loss(output.logits, micro.labels) * self._weight
         self.nonfinite.forward(inputs, (loss,))
         return self.prepared(loss)
+
+
+class Chunks(torch.nn.Module):
+    """The stages of one rank. A parameter that several of them use exists once."""
+
+    def __init__(self, stages: Sequence[Stage], rank_of: Callable[[int], int] = lambda stage: stage) -> None:
+        """`rank_of`: the pipeline rank of a stage."""
+        super().__init__()
+        self.stages = torch.nn.ModuleList(stages)
+        self.split = stages[0].split
+        self.rank_of = rank_of
+        self.running = 0
+        """The chunk whose forward pass the engine runs."""
+        self.shapes: list[Any] = []
+        """Shapes of the micro-batches that were fed last."""
+        self.parameters_by_name = _united(stages)
+        """This rank's parameters under their names in the full model."""
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)  # type: ignore[arg-type]
+
+    @property
+    def routers(self) -> RouterWatch:
+        """Balances and counts the routers of the only stage; with several stages per rank nothing is counted."""
+        return self.last.routers if len(self.stages) == 1 else NoRouters()
+
+    @property
+    def last(self) -> Stage:
+        """The stage nearest to the end of the model."""
+        stage: Any = self.stages[-1]
+        return stage  # type: ignore[no-any-return]
+
+    def feed(self, batch: Sequence[MicroBatch], weight: float) -> None:
+        """Set the micro-batches of the next step, and the factor of their summed loss."""
+        located = [micro.located() for micro in batch] if len(self.stages) > 1 else batch
+        self.shapes = [micro.shape for micro in batch]
+        for stage in self:
+            stage.feed(located, weight)
+
+    def forward(self, received: Any) -> Any:
+        """Run one micro-batch through the running chunk."""
+        return self.stages[self.running](received)
+
+    def owners(self, name: str) -> tuple[int, ...]:
+        """Pipeline ranks that hold a parameter."""
+        return tuple(sorted({self.rank_of(stage) for stage in self.split.owners[name]}))
+
+    @property
+    def shared(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Trained parameters that several ranks hold, with those ranks, in the same order on all ranks."""
+        found = [(name, self.owners(name)) for name, _ in self.split.shared]
+        return [(name, ranks) for name, ranks in found if len(ranks) > 1]
+
+
+def _united(stages: Sequence[Stage]) -> dict[str, torch.nn.Parameter]:
+    """Parameters of all stages by name; where a later stage has one of its own, it gets that of the first."""
+    named: dict[str, torch.nn.Parameter] = {}
+    for stage in stages:
+        where = sites(stage.model)
+        for name, parameter in list(stage.parameters_by_name.items()):
+            first = named.setdefault(name, parameter)
+            if first is not parameter:
+                for module, key in where[id(parameter)]:
+                    module._parameters[key] = first
+                stage.parameters_by_name[name] = first
+    return named
 
 
 def _carve(

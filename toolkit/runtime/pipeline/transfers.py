@@ -19,6 +19,8 @@ from deepspeed.runtime.pipe import schedule as instructions
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import send_wait
 from toolkit.runtime.metrics.step_clock import RECEIVE, Clock, NoClock, part
+from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.pipeline.stage import Chunks
 
 BATCHES: tuple[str, ...] = ("nccl", "xccl", "hccl")
 """Backends that start a batch of sends and receives as one."""
@@ -32,10 +34,9 @@ Sent = tuple[torch.Tensor, int]
 class Transfers:
     """Runs the schedule of a DeepSpeed pipeline engine, with exchanges of its own."""
 
-    def __init__(self, engine: Any, mesh: Mesh) -> None:
-        self._engine, self._mesh = engine, mesh
-        self._parts = 1 if mesh.plan.sequence_sharded else mesh.plan.tp
-        """Tensor ranks that send the same values; with token shares each rank has its own."""
+    def __init__(self, engine: Any, mesh: Mesh, chunks: Chunks) -> None:
+        self._engine, self._mesh, self._chunks = engine, mesh, chunks
+        self._shape: Any = None
         self.in_batches = torch.distributed.get_backend() in BATCHES
         self.clock: Clock = NoClock()
         self._previous = engine.grid.stage_to_global(stage_id=engine.prev_stage) if mesh.pipe else -1
@@ -46,6 +47,18 @@ class Transfers:
         self._nothing = torch.zeros(1, dtype=torch.long, device=engine.device)
         self.reset()
         engine._exec_schedule = self.run
+
+    def follow(self, batch: Sequence[MicroBatch]) -> None:
+        """Reset the receive buffers if the shape of the batch has changed.
+
+        DeepSpeed 0.19.8 sends shapes only once and keeps its receive buffers; a batch of another length would be cut or
+        hang. Its `dynamic_shape` sends shapes for every micro-batch instead, which costs a message each.
+        """
+        assert len({micro.shape for micro in batch}) == 1, "micro-batches of one step have one shape"
+        if self._shape not in (None, batch[0].shape):
+            self._engine.reset_activation_shape()
+            self.reset()
+        self._shape = batch[0].shape
 
     def reset(self) -> None:
         """The shape of hidden states changes: forget all buffers."""
@@ -159,17 +172,30 @@ class Transfers:
         return [(self._share(tensor.detach().contiguous()), rank) for tensor in tensors]
 
     def _share(self, whole: torch.Tensor) -> torch.Tensor:
-        """This tensor rank's part of a tensor that all tensor ranks have; all of it, if it can't be divided."""
-        ranks = self._parts
-        if ranks == 1 or whole.numel() % ranks:
-            return whole
-        return whole.view(-1).chunk(ranks)[self._mesh.tensor]
+        return share_of(whole, self._mesh)
 
     def _gather(self, whole: torch.Tensor) -> None:
-        """Complete what this tensor rank has received a share of."""
-        ranks = self._parts
-        if ranks > 1 and whole.numel() % ranks == 0:
-            dist.all_gather_into_tensor(whole.view(-1), self._share(whole).clone(), group=self._mesh.inner_group)
+        gather_shares(whole, self._mesh)
+
+
+def share_of(whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """This tensor rank's part of a tensor that all tensor ranks have; all of it, if it can't be divided."""
+    ranks = _same(mesh)
+    if ranks == 1 or whole.numel() % ranks:
+        return whole
+    return whole.view(-1).chunk(ranks)[mesh.tensor]
+
+
+def gather_shares(whole: torch.Tensor, mesh: Mesh) -> None:
+    """Complete what this tensor rank has received a share of."""
+    ranks = _same(mesh)
+    if ranks > 1 and whole.numel() % ranks == 0:
+        dist.all_gather_into_tensor(whole.view(-1), share_of(whole, mesh).clone(), group=mesh.inner_group)
+
+
+def _same(mesh: Mesh) -> int:
+    """Tensor ranks that send the same values; with token shares each rank has its own."""
+    return 1 if mesh.plan.sequence_sharded else mesh.plan.tp
 
 
 def _tensors(given: Any) -> Sequence[torch.Tensor]:

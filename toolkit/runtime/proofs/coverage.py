@@ -38,6 +38,9 @@ CASES: dict[str, Plan] = {
     "sequence_sharded": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32", sequence_sharded=True),
     "pipeline": Plan(strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, precision="fp32"),
     "ring": Plan(strategy="sequence_parallel", cp=2, zero_stage=1, micro_batch=4, precision="fp32"),
+    "interleaved": Plan(
+        strategy="pipeline", pp=2, schedule="interleaved", chunks=2, micro_batch=1, grad_accum=4, precision="fp32"
+    ),
     "hybrid": Plan(strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"),
 }
 """Two ranks each, and 2 × 2 × 2 for the hybrid."""

@@ -6,6 +6,7 @@ agrees with the unsplit model up to rounding; a wrong one is reported with the p
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layou
 from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
 from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.pipeline.weight_gradients import WeightGradients
 from toolkit.runtime.proofs.thread_ranks import ThreadExpertGroup, ThreadGroup, ThreadRing, thread_groups
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
@@ -54,6 +56,8 @@ TOLERANCE = 1e-4
 FLOOR = 1e-6
 """Gradients below this fraction of the global norm are rounding errors themselves."""
 SEED = 0
+ALL = (0, 0)
+"""All stages and the only micro-batch, where stages run one after another."""
 RANK = 4
 """Largest rank of a tiny model's adapters."""
 
@@ -147,6 +151,8 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
         by_tokens = axes.sp * axes.cp > 1
         groups = _places(axes)
         parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind) for group in groups]
+        if axes.weights_later:
+            parts = [replace(part, later=WeightGradients(torch.nn.ModuleList(part.pieces))) for part in parts]
         shares = [
             _share(part.pieces[0], *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)
         ]
@@ -232,6 +238,8 @@ class _Part:
     pieces: list[Any]
     """Its stages, or the model if there is only one stage."""
     loss: Loss = summed_loss
+    later: WeightGradients | None = None
+    """Gradients of weights that are computed after those of inputs."""
 
 
 def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype) -> _Part:
@@ -311,7 +319,10 @@ def _run(part: _Part, share: SequenceShare | None, groups: Sequence[ThreadGroup]
                 stage.feed([micro], 1.0)
                 value = stage(value)
             loss = value
-        loss.backward()  # type: ignore[no-untyped-call]
+        with part.later.collecting(ALL) if part.later else contextlib.nullcontext():
+            loss.backward()  # type: ignore[no-untyped-call]
+        if part.later:
+            part.later.compute(ALL)
         return float(loss.detach())
     except BaseException:
         for group in groups:

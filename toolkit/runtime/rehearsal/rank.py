@@ -29,7 +29,7 @@ from toolkit.runtime.rehearsal.known_results import KnownResults
 from toolkit.runtime.rehearsal.ledger import Ledger
 from toolkit.runtime.rehearsal.reduced import stage_layers
 from toolkit.runtime.rehearsal.report import Phase, RehearsalSpec, RoleReport
-from toolkit.runtime.rehearsal.watch import PhaseClock, inner, label, watch_gradients, watch_modules
+from toolkit.runtime.rehearsal.watch import PhaseClock, inner, label, models, watch_gradients, watch_modules
 
 
 def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] | None = None) -> RoleReport:
@@ -55,7 +55,7 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
         saved = sum(f.tensor.numel() * f.tensor.element_size() for f in share(engine.state.fragments()))
         phases.append(ledger.finish("save"))
     mesh: Mesh = engine._mesh
-    layers = stage_layers(spec, _num_layers(engine.module))[mesh.pipe]
+    layers = stage_layers(spec, _num_layers(models(engine)[0]))[mesh.pipe]
     return RoleReport(
         rank=rank,
         stage=mesh.pipe,
@@ -91,7 +91,8 @@ def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> Iterator[Phase]:
     clock = PhaseClock(ledger, spec.plan.pp > 1, lambda: label(ledger, engine))
     engine.watch(clock)
     watch_gradients(ledger, engine, sharded=spec.plan.zero_stage >= 2 and spec.plan.pp == 1)
-    watch_modules(engine.module, clock.at)
+    for model in models(engine):
+        watch_modules(model, clock.at)
     repeated = spec.plan.grad_accum if spec.plan.pp > 1 else 1
     before: StepResult | None = None
     for _ in range(spec.steps):

@@ -7,13 +7,13 @@ module, line of code) has a line of its own, because another moment can own the 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from toolkit.plans.pipeline_bounds import even_bounds
+from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.runtime.rehearsal.report import PARTS, WIDE, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
 
 SHORT = (3, 4, 5)
@@ -39,19 +39,25 @@ def micro_batches(spec: RehearsalSpec) -> int:
     plan = spec.plan
     if spec.every_layer:
         return plan.grad_accum
+    if plan.schedule == "interleaved":  # two rounds of the same length hold as much as all of them
+        rounds = max(1, plan.grad_accum // plan.pp)
+        return min(plan.grad_accum, 2 * plan.grad_accum // rounds)
+    if plan.schedule == "zero_bubble":
+        return min(plan.grad_accum, 2 * plan.pp)
     return min(plan.grad_accum, plan.pp + MORE_THAN_STAGES if plan.pp > 1 else REPEATED)
 
 
 def stage_layers(spec: RehearsalSpec, layers: int) -> tuple[int, ...]:
-    """Layers of each stage."""
-    bounds = spec.plan.pipeline_bounds or even_bounds(layers, spec.plan.pp)
-    return tuple(high - low for low, high in itertools.pairwise(bounds))
+    """Layers of each pipeline rank."""
+    plan = spec.plan
+    bounds = plan.pipeline_bounds or even_bounds(layers, plan.pp * plan.chunks)
+    return layers_by_rank(bounds, plan.schedule, plan.pp)
 
 
 def lengths(spec: RehearsalSpec, kinds: Sequence[Any]) -> tuple[int, ...]:
     """Layers (per stage) of the short models; empty: run the full one. `kinds`: what each layer looks like."""
     layers = len(kinds)
-    if spec.every_layer or layer_key(spec, layers) is None or _shards_grow(spec):
+    if spec.every_layer or spec.plan.chunks > 1 or layer_key(spec, layers) is None or _shards_grow(spec):
         return ()
     prefix, period = _pattern(kinds)
     short = SHORT

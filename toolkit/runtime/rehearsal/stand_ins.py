@@ -284,7 +284,8 @@ def _stage_shapes(heard: list[Any], said: list[Any]) -> None:
 
     def receive(self: Any, stage: int) -> Any:
         p2p.recv(torch.empty(META_NUMBERS, dtype=torch.int32, device=self.device), stage)
-        several, specs = heard[0]
+        # With several chunks per rank, the first rank receives from the last one: shapes are those that it has sent.
+        several, specs = (heard or said)[0]
         buffers = [self._allocate_or_extend_buffers(i, shape, dtype) for i, (shape, dtype) in enumerate(specs)]
         return tuple(buffers) if several else buffers[0]
 

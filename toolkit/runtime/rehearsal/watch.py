@@ -86,6 +86,11 @@ def _replica(engine: Any) -> ReplicaEngine | PipelineEngine:
     return own
 
 
+def models(engine: Any) -> list[torch.nn.Module]:
+    """The models of a rank: one, or one per chunk of a pipeline."""
+    return engine.models if isinstance(engine, PipelineEngine) else [engine.module]
+
+
 def label(ledger: Ledger, engine: Any) -> None:
     """Sort what is alive between steps into weights, optimizer states, gradients and the rest."""
     deepspeed = inner(engine)
