@@ -13,7 +13,7 @@ import toolkit
 from toolkit import api
 from toolkit.errors import BadInput, LossNotFinite
 from toolkit.plans.plan import Plan
-from toolkit.reports.live_curve import curve, page, read_records
+from toolkit.reports.curves import curve, page, read_records
 from toolkit.runtime.checkpoint.reader import Reader
 
 

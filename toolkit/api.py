@@ -19,7 +19,7 @@ from toolkit.recipe.file import as_mapping, dump_recipe, load_recipe, make_recip
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.reports import plan_page
-from toolkit.reports.live_curve import LiveCurve, in_notebook
+from toolkit.reports.curves import LiveCurve, in_notebook
 from toolkit.reports.tables import show_decision
 from toolkit.resources import find_recipe
 from toolkit.run_dir import heartbeat

@@ -16,7 +16,7 @@ from benchmarks.damaged_reports import attempt
 from benchmarks.harness.browser import dom
 from toolkit.cli import main
 from toolkit.errors import BadInput
-from toolkit.reports.downsample import POINTS, extremes, means
+from toolkit.reports.curves import POINTS, extremes, means
 from toolkit.reports.reader import read_run
 from toolkit.reports.run_page import render
 

@@ -38,7 +38,7 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
         ),
         ("strategy={name: sequence_parallel, cp: 2, sp: 2}", 2, "tp·pp·sp·cp = 4 does not divide the 2 devices"),
         ("strategy={name: hybrid, tp: 2, pp: 2, cp: 2}", 8, "strategy.cp is fixed at 2; hybrid offers 1"),
-        ("strategy={name: expert_parallel, ep: 2}", 2, "llama has no experts to spread"),
+        ("strategy={name: expert_parallel, ep: 2}", 2, "llama has no experts: it is dense"),
         ("strategy={name: hybrid, tp: 2, pp: 4}", 8, "4 stages need at least 4 layers"),
         ("strategy={name: hybrid, pp: 2, sp: 2}", 4, "sequence and ring parallel do not run in a pipeline"),
         ("strategy={name: hybrid, tp: 2, sp: 4}", 8, "sp must divide the attention heads of a tensor rank"),

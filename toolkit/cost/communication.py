@@ -69,7 +69,8 @@ def expert_seconds(e: Execution, cal: Calibration) -> float:
         return 0.0
     shared = e.expert_tp or e.tp
     where = group(e.cluster, e.ep, shared)
-    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden * shared / e.tp
+    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden
+    size *= 1.0 if e.experts_whole else shared / e.tp
     size *= e.slice.expert_load
     once = copies_per_token(e.model.experts_per_token, where) if e.software.dispatch_once else 1.0
     if e.software.dispatch_once:
@@ -90,7 +91,8 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     """ZeRO 3, per layer and micro-batch: gather in the forward pass, gather and reduce in the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
         return 0.0
-    params = (e.mean_layer_params - expert_params(e) * (1 - 1 / e.ep) / e.model.layers) / e.tp
+    experts = expert_params(e) / e.model.layers
+    params = (e.mean_layer_params - experts) / e.tp + experts / e.ep / e.expert_cut
     messages = e.software.zero_messages + expert_tensors(e)
     everyone, shard = _groups(e)
     wide = everyone if e.zero_variant == "hpz" else shard
@@ -125,12 +127,13 @@ def step_seconds(e: Execution, window: Window, cal: Calibration) -> float:
 
 def stage_params(e: Execution) -> float:
     """Parameters of the fullest pipeline stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
-    elsewhere = expert_params(e) * (1 - 1 / e.ep)
+    experts = expert_params(e)
+    own = experts / e.ep / e.expert_cut
     if e.pp == 1:
-        return (e.model_params - elsewhere) / e.tp
+        return (e.model_params - experts) / e.tp + own
     table = max(e.model.embedding_params, e.model.head_params, e.model.vocab * e.model.hidden)
     part = e.layers_per_stage / e.model.layers
-    return (e.layers_per_stage * e.mean_layer_params + table - part * elsewhere) / e.tp
+    return (e.layers_per_stage * e.mean_layer_params + table - part * experts) / e.tp + part * own
 
 
 def expert_params(e: Execution) -> float:
@@ -206,7 +209,7 @@ def _reduced_params(e: Execution) -> float:
     own = stage_params(e)
     if e.ep == 1 or e.replicas == 1:
         return own
-    experts = expert_params(e) / e.ep / (e.tp * e.pp)
+    experts = expert_params(e) / e.ep / (e.expert_cut * e.pp)
     copies = max(1, e.replicas // e.ep)
     return own - experts + experts * ((copies - 1) / copies) / ((e.replicas - 1) / e.replicas)
 

@@ -14,6 +14,8 @@ from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
+EXPERT_LOAD = 1.05
+"""Tokens of the busiest expert-parallel rank relative to the mean, if routers are balanced (docs/mixtures.md)."""
 COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers that exchange signs; their predicted traffic is that after `freeze_steps`."""
 
@@ -76,6 +78,8 @@ class Execution:
     """Ranks that share the matrices of an expert; 0: as many as `tp`."""
     expert_load: float = 1.0
     """Tokens of the busiest expert-parallel rank relative to the mean."""
+    experts_whole: bool = False
+    """Whether every tensor-parallel rank holds the matrices of its experts whole, and computes all their tokens."""
     zero_stage: int = 0
     zero_group: int = 1
     zero_variant: str = "mics"
@@ -135,8 +139,13 @@ class Execution:
             element_bytes=self.element_bytes, frozen=self.lora_rank > 0, quantized=self.quantized_base,
             adapters={"qv": 2, "attention": 4}.get(self.lora_targets, 7) if self.lora_rank else 0,
             expert_tp=self.expert_tp, emulated=self.emulated, document_share=self.software.document_share,
-            expert_load=self.expert_load if self.ep > 1 else 1.0,
+            expert_load=self.expert_load if self.ep > 1 else 1.0, experts_whole=self.experts_whole,
         )  # fmt: skip
+
+    @property
+    def expert_cut(self) -> int:
+        """Tensor-parallel ranks that an expert's matrices are cut over."""
+        return 1 if self.experts_whole else self.tp
 
     @property
     def replicas(self) -> int:
@@ -202,11 +211,6 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
     )  # fmt: skip
 
 
-def remote_expert_params(e: Execution) -> float:
-    """Parameters of routed experts that other expert-parallel ranks hold."""
-    return e.model.moe_layers * routed_expert_params(e) * (1 - 1 / e.ep)
-
-
 def routed_expert_params(e: Execution) -> int:
     """Parameters of the routed experts of one mixture layer."""
     return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
@@ -245,7 +249,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     return Execution(
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
-        cp=plan.cp, ep=plan.ep, stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
+        cp=plan.cp, ep=plan.ep, expert_load=EXPERT_LOAD,
+        experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
+        stage_layers=tuple(high - low for low, high in pairwise(plan.pipeline_bounds)),
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.token_parts if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp × cp
         weight_wire=0.5 if plan.zero_quantized in ("weights", "both") else 1.0,

@@ -22,7 +22,7 @@ from toolkit.cost.activations import (
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, of_plan, quantized_width, remote_expert_params, routed_expert_params
+from toolkit.cost.execution import Execution, of_plan, quantized_width, routed_expert_params
 from toolkit.cost.optimizer_step import grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
 from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
@@ -115,7 +115,8 @@ class _Step:
         self.trained = params * e.trained_share
         self.shard = self.trained / state_shards(e)
         self.grads = grads
-        stand = (e.zero_stage == 3 and e.pp == 1) or e.accumulates_apart or e.grad_accum > 1
+        # The gradients of a rank's share of experts are one buffer, made with the first of them (rehearsed).
+        stand = (e.zero_stage == 3 and e.pp == 1) or e.accumulates_apart or e.grad_accum > 1 or e.ep > 1
         self.early_grads = grads if stand else 0.0  # one micro-batch: they grow as activations are freed
         self.hidden, self.whole = layer_input_bytes(e), whole_tokens_bytes(e)
         self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.pp - 1 else 0.0
@@ -249,12 +250,13 @@ def _stage_params(e: Execution, index: int) -> float:
         total += model.head_params
         if e.pp > 1 and model.tied_embeddings:
             total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
-    return (total - remote_expert_params(e) * layers / model.layers) / e.tp
+    experts = model.moe_layers * routed_expert_params(e) * layers / model.layers
+    return (total - experts) / e.tp + experts / e.ep / e.expert_cut
 
 
 def _expert_gradients(e: Execution) -> float:
     """Bytes of gradients of a layer's experts, which are one tensor per matrix: too large for a bucket, they wait."""
-    routed = routed_expert_params(e) / e.ep / e.tp
+    routed = routed_expert_params(e) / e.ep / e.expert_cut
     trained = e.lora_targets == "all" if e.lora_rank else routed / 3 > _own_bucket(e)
     return e.element_bytes * routed if e.zero_stage and trained else 0.0
 
@@ -285,6 +287,12 @@ def _in_flight(e: Execution, index: int) -> float:
     return held * (1 + (e.pp - 1) / (e.pp * e.chunks)) if e.chunks > 1 and index == 0 else held
 
 
+def _largest_layer(e: Execution) -> float:
+    """Parameters of the largest layer on a rank."""
+    experts = routed_expert_params(e) if e.model.moe_layers else 0
+    return (max(e.model.layer_params) - experts) / e.tp + experts / e.ep / e.expert_cut
+
+
 def _gathered(e: Execution) -> float:
     """Bytes of gathered weights. ZeRO 3: the layer in use and the next one; DeepSpeed keeps more for early reuse.
 
@@ -294,7 +302,7 @@ def _gathered(e: Execution) -> float:
         return e.element_bytes * e.model.hidden * max(e.model.ffn, e.model.hidden)
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
-    layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
+    layer = _largest_layer(e)
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
     if not e.drops_gradients:
         return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
@@ -313,7 +321,7 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
     if e.zero_stage < 3 or e.replicas == 1:
         return 0.0
     total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
-    layer = (max(e.model.layer_params) - remote_expert_params(e) / e.model.layers) / e.tp
+    layer = _largest_layer(e)
     if layer > LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
         small = table if table <= bucket_elements(e.model_params, e.tp * e.pp, e.bucket_elements) else 0.0
         return e.element_bytes * min(total, layer + (_own_bucket(e) if first_layer else small))
@@ -322,7 +330,7 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
     if first_layer:
         more = layer + _own_bucket(e) / 4  # and the bucket of the next ones
     elif e.model.experts:  # of a layer's experts all are gathered at once
-        more = max(more, routed_expert_params(e) / e.ep / e.tp)
+        more = max(more, routed_expert_params(e) / e.ep / e.expert_cut)
     return e.element_bytes * min(total, max(LIVE_ELEMENTS + more, table))
 
 

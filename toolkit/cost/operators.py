@@ -109,6 +109,8 @@ class Slice:
     """Length of packed documents, which attention keeps apart, relative to the sequence."""
     expert_load: float = 1.0
     """Tokens of the busiest expert-parallel rank relative to the mean."""
+    experts_whole: bool = False
+    """Whether every tensor-parallel rank computes all tokens of its experts."""
 
     @property
     def tokens(self) -> float:
@@ -253,7 +255,8 @@ def _mlp(shape: LayerShape, part: Slice, device: Device, cal: Calibration) -> li
     if shape.experts:
         local = shape.experts / part.ep
         shared = part.expert_tp or part.tp
-        tokens = part.tokens * part.expert_load * shape.experts_per_token / local * shared / part.tp
+        tokens = part.tokens * part.expert_load * shape.experts_per_token / local
+        tokens *= 1.0 if part.experts_whole else shared / part.tp
         pair = _mlp_pair(tokens, shape.expert_ffn, shape, replace(part, tp=shared), device, cal)
         costs += [(local * forward, local * backward) for forward, backward in pair]
     return costs

@@ -50,7 +50,7 @@ def state_shards(e: Execution) -> float:
     ranks = e.replicas if e.zero_variant == "hpz" else min(e.zero_group, e.replicas)
     if e.ep == 1 or ranks == 1:
         return ranks
-    experts, own = expert_params(e) / (e.tp * e.pp), stage_params(e)
+    experts, own = expert_params(e) / (e.expert_cut * e.pp), stage_params(e)
     dense = own - experts / e.ep
     return own / (dense / ranks + experts / e.ep / max(1, ranks // e.ep))
 

@@ -10,6 +10,7 @@ from toolkit.cost.estimate import APART, Memory, Time
 from toolkit.cost.start import start_reason
 from toolkit.launching.environment import nccl_settings
 from toolkit.plans.plan import Plan
+from toolkit.plans.router_balance import Balance, balance_lines
 from toolkit.recipe.schedules import scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.units import GIB
@@ -109,9 +110,10 @@ WARMUP = 5 / 90
 """Fraction of a run to warm up a scaled learning rate: 5 of 90 epochs (Goyal et al. 2017)."""
 
 
-def caveats(plan: Plan, train: Train) -> list[str]:
+def caveats(plan: Plan, train: Train, balance: Balance | None = None) -> list[str]:
     """What users should know about a plan, one sentence each; none for a plan that is exact and ordinary."""
-    return [*_batch(train), *_decay(train), *_wire(plan, train)]
+    routers = balance_lines(balance) if balance else ()
+    return [*_batch(train), *_decay(train), *routers, *_wire(plan, train)]
 
 
 def _decay(train: Train) -> Iterator[str]:

@@ -55,7 +55,6 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         **_pipeline(plan),
         **({"tensor_parallel": {"autotp_size": plan.tp}} if plan.tensor_by == "autotp" else {}),
-        **({"expert_parallel": {"enabled": True, "autoep_size": plan.ep}} if plan.ep > 1 else {}),
         **_precision(plan),
     }
 

@@ -17,8 +17,6 @@ from toolkit.plans.plan import Job, Plan
 from toolkit.recipe.batch_sections import Reduce
 
 Version = tuple[int, ...]
-AUTO_EP = ("deepseek_v2", "deepseek_v3", "minimax_m3_vl_text", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe")
-"""Model types whose experts AutoEP of DeepSpeed 0.19.8 can distribute."""
 NCCL = ("ring", "tree")
 """All-reduce algorithms that NCCL offers."""
 LAYER_WISE = ("lamb", "lars")
@@ -57,10 +55,6 @@ RULES: tuple[Rule, ...] = (
         reason="sp must divide the attention heads of a tensor rank; use a smaller sp or tp, or cp",
     ),
     Rule(
-        forbids=lambda plan, job: plan.ep > 1 and plan.tp * plan.pp * plan.token_parts > 1,
-        reason="expert parallel runs with data parallel and ZeRO only",
-    ),
-    Rule(
         forbids=lambda plan, job: plan.cp > 1 and 0 < job.model.window < job.workload.seq_len,
         reason="ring attention has no windows: what a window cuts off is no rectangle; use sp",
     ),
@@ -69,12 +63,54 @@ RULES: tuple[Rule, ...] = (
         reason="ring attention uses torch's flash kernels, which on accelerators take bf16 and fp16 only; use sp",
     ),
     Rule(
-        forbids=lambda plan, job: plan.ep > 1 and plan.zero_stage > 2,
-        reason="expert parallel is offered with ZeRO 0 to 2: experts and other weights have different sharding groups",
+        forbids=lambda plan, job: plan.ep > 1 and plan.cp > 1,
+        reason="expert parallel with ring attention is not proven; use sp",
     ),
     Rule(
-        forbids=lambda plan, job: plan.ep > 1 and job.model.model_type not in AUTO_EP,
-        reason=f"DeepSpeed's AutoEP knows the experts of {', '.join(AUTO_EP)} only; use tensor_parallel or zero",
+        forbids=lambda plan, job: plan.ep > 1 and job.model.experts % plan.ep > 0,
+        reason="ep must divide the number of experts, so that every rank holds equally many",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.dp % plan.ep > 0,
+        reason="experts are distributed over data-parallel ranks: ep must divide dp",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.tensor_by == "autotp",
+        reason="AutoTP replaces the modules of experts; leave tensor_by out: the toolkit's own shards leave them",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.offload != "none",
+        reason="offload with expert parallel is not proven: DeepSpeed's norm on the host averages that of experts",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and (plan.zero_variant != "plain" or plan.zero_quantized != "none"),
+        reason="hpZ, MiCS and ZeRO++ have one sharding group for all weights, and experts have their own; use plain",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and job.workload.quantized_base,
+        reason="4-bit weights (model.lora.quantize) can't be cut into experts; use data_parallel or zero",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.ep > 1 and plan.islands > 1,
+        reason="islands are data-parallel inside; use ep 1 with local_sgd",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.pp > 1 and job.workload.balance.loss == "micro_batch",
+        reason="train.router.loss micro_batch multiplies statistics of all layers, and a stage knows only its own; "
+        "use sequence",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.balance.is_active,
+        reason="train.router is not proven with AutoTP; leave tensor_by out",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.islands > 1 and job.workload.balance.bias_update > 0,
+        reason="train.router.bias_update follows the load of the global batch, and islands see only their own; "
+        "use loss: sequence",
+    ),
+    Rule(
+        forbids=lambda plan, job: job.workload.compiled and job.workload.balance.is_active,
+        reason="train.router works by hooks on routers, at which compiled layers break; use model.compile: none",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp * plan.pp * plan.ep > 1 and plan.zero_stage == 0 and plan.precision != "fp32",

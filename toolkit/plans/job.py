@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from toolkit.models.architectures.dense import BERT
 from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
 from toolkit.plans.deepspeed_rules import job_problems
 from toolkit.plans.plan import Job, Workload
+from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.sections import Model, Recipe
 from toolkit.resources import CONFIGS
@@ -41,10 +42,12 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             reduce=recipe.train.reduce,
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
+            balance=balance_of(recipe.train.router, config),
         ),
         fixed=recipe.strategy.fixed(),
     )
-    problems = [*_problems(job), *_kernel_problems(recipe.model, job), *_ignored(config), *job_problems(job)]
+    problems = [*_problems(job), *_kernel_problems(recipe.model, job), *job_problems(job)]
+    problems += balance_problems(recipe.train.router, config, job.model.experts, recipe.model.precision)
     if problems:
         raise BadInput(recipe.name, problems)
     return job
@@ -85,7 +88,20 @@ def _problems(job: Job) -> list[Problem]:
         problems.append(
             Problem("strategy", f"tp·pp·sp·cp = {devices} does not divide the {job.cluster.devices} devices")
         )
-    return problems
+    return [*problems, *_expert_problems(job)]
+
+
+def _expert_problems(job: Job) -> Iterator[Problem]:
+    """A number of expert ranks that no plan can have."""
+    ep, experts = job.fixed.get("ep", 1), job.model.experts
+    if ep == 1:
+        return
+    if not experts:
+        yield Problem("strategy.ep", f"{ep} given, but {job.model.model_type} has no experts: it is dense; remove it")
+    elif experts % ep:
+        fitting = [size for size in range(2, experts + 1) if experts % size == 0 and job.cluster.devices % size == 0]
+        advice = f"use {', '.join(map(str, fitting))}" if fitting else "remove it"
+        yield Problem("strategy.ep", f"{ep} given; it must divide the {experts} experts; {advice}")
 
 
 def _kernel_problems(section: Model, job: Job) -> list[Problem]:
@@ -102,14 +118,6 @@ def _kernel_problems(section: Model, job: Job) -> list[Problem]:
         return []
     what = f"{section.attention} given; it needs a device of {generation}, not {device.name}; use auto"
     return [Problem("model.attention", what)]
-
-
-def _ignored(config: Mapping[str, Any]) -> list[Problem]:
-    """Model settings that would be ignored silently: the loss is the cross-entropy alone, under every strategy."""
-    if config.get("output_router_logits") is True:
-        what = "true given; router losses are not part of the loss here; set it to false"
-        return [Problem("model.config.output_router_logits", what)]
-    return []
 
 
 DEFAULT_LABELS = 2

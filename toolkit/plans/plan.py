@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.models.spec import ModelSpec
+from toolkit.plans.router_balance import Balance
 from toolkit.recipe.batch_sections import Reduce
 
 
@@ -47,6 +48,8 @@ class Workload:
     """Steps of the whole run; 0: the recipe gives epochs, so it depends on the data."""
     ramp_start: int = 0
     """Sequences per step at the start of a batch ramp; 0: no ramp."""
+    balance: Balance = field(default_factory=Balance)
+    """How the routers of a mixture are balanced."""
 
     @property
     def tokens(self) -> int:

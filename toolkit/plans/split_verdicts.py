@@ -20,6 +20,8 @@ MOST_STAGES = 3
 """A first, a middle and a last stage; further stages are like the middle one."""
 MOST_RING, MOST_EXCHANGES = 4, 2
 """Ring ranks, and ranks at each place of a ring: with more, only the chunks are shorter."""
+MOST_EXPERT_RANKS = 2
+"""How experts are found and called does not depend on how many ranks hold them."""
 _LIBRARIES = ("transformers", "torch", "zero-toolkit")
 
 
@@ -33,18 +35,19 @@ class Axes:
     tensor_by: str = "slices"
     sequence_sharded: bool = False
     cp: int = 1
+    ep: int = 1
 
     @classmethod
     def of(cls, plan: Plan) -> Axes:
-        """The axes of a plan; more than `MOST_STAGES` stages, and rings beyond `MOST_RING`, count as that many."""
+        """The axes of a plan; larger numbers of stages, ring ranks and expert ranks count as the `MOST_` of each."""
         sp = min(plan.sp, MOST_EXCHANGES) if plan.cp > 1 else plan.sp
-        stages, ring = min(plan.pp, MOST_STAGES), min(plan.cp, MOST_RING)
-        return cls(plan.tp, stages, sp, plan.tensor_by, plan.sequence_sharded, ring)
+        stages, ring, expert_ranks = min(plan.pp, MOST_STAGES), min(plan.cp, MOST_RING), min(plan.ep, MOST_EXPERT_RANKS)
+        return cls(plan.tp, stages, sp, plan.tensor_by, plan.sequence_sharded, ring, expert_ranks)
 
     @property
     def split(self) -> bool:
         """Whether the model is split at all."""
-        return self.tp * self.pp * self.sp * self.cp > 1
+        return self.tp * self.pp * self.sp * self.cp * self.ep > 1
 
 
 class Proofs:

@@ -15,7 +15,7 @@ import yaml
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
 from toolkit.recipe.data_checks import data_problems, task_of
-from toolkit.recipe.objective_sections import objective_problems
+from toolkit.recipe.objective_sections import objective_problems, router_problems
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
@@ -96,6 +96,7 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
         train.optimizer, train.freeze_steps, train.grad_clip, strategy.name, strategy.zero_stage
     )
     problems += data_problems(recipe.data, recipe.train, recipe.model)
+    problems += router_problems(train.router)
     problems += objective_problems(train.objective, train.preference, recipe.data.format)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"

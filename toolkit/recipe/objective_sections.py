@@ -1,4 +1,4 @@
-"""Recipe sections on objectives other than cross-entropy: preference tuning."""
+"""Recipe sections on objectives besides cross-entropy: preference tuning, and the balance of routers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,31 @@ class Preference:
             label_smoothing=self.label_smoothing or 0.0,
             sft_weight=sft_weight if self.sft_weight is None else self.sft_weight,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How the routers of a mixture of experts are kept balanced; see docs/mixtures.md."""
+
+    loss: Literal["none", "sequence", "micro_batch"] | None = None
+    """Balancing loss that is added to the cross-entropy. `sequence`: each sequence balances its own tokens, with the
+    same result under every split; `micro_batch`: transformers' definition, whose result depends on the micro-batch.
+    Default: `sequence` if the model's config asks for a router loss, else `none`."""
+    weight: float | None = number(None, above=0)
+    """Factor of the balancing loss; default: the config's (`router_aux_loss_coef`), else 0.001."""
+    z_loss: float | None = number(None, least=0)
+    """Factor of the mean squared log-sum-exp of the router's logits, which keeps them small; default: the config's
+    (`router_z_loss_coef`), else 0."""
+    bias_update: float | None = number(None, least=0)
+    """Balancing without a loss: after each update the bias of every expert moves by this much, up if the expert had
+    fewer tokens of the global batch than the mean, down if it had more. For routers with such a bias, as DeepSeek-V3's
+    (there 0.001); default: 0."""
+
+
+def router_problems(router: Router | None) -> Iterator[Problem]:
+    """Settings of the router that would be ignored."""
+    if router is not None and router.loss == "none" and router.weight is not None:
+        yield Problem("train.router.weight", "unused with loss none; remove it, or use loss sequence")
 
 
 def objective_problems(objective: Objective | None, settings: Preference | None, data_format: str) -> Iterator[Problem]:

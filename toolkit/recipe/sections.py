@@ -8,7 +8,7 @@ from typing import Any, Literal
 from toolkit.recipe.axes import Offload, Recompute, TensorBy, ZeroQuantized, ZeroVariant
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
-from toolkit.recipe.objective_sections import Objective, Preference
+from toolkit.recipe.objective_sections import Objective, Preference, Router
 from toolkit.recipe.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -138,6 +138,8 @@ class Train:
     """What is minimised instead of the cross-entropy, for `data.format: preference`; see docs/finetuning.md."""
     preference: Preference | None = None
     """Settings of the objective."""
+    router: Router | None = None
+    """How the routers of a mixture of experts are kept balanced; default: as the model's config asks."""
     optimizer: OptimizerName = "adamw"
     """Update rule. `lamb` and `lars` scale each layer's update by its norms; `lars` takes its momentum from `betas`."""
     freeze_steps: int | None = number(None, least=1)

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.reports.downsample import extremes
+from toolkit.reports.curves import extremes
 from toolkit.reports.untrusted import harmless, number, numbers, text
 from toolkit.run_dir.layout import RunDir, read_json
+from toolkit.run_dir.router_load import advice
 from toolkit.run_dir.step_parts import PARTS
 
 Column = np.ndarray
@@ -64,6 +65,8 @@ class RecordedRun:
     """Rank → how often it was reported as a straggler, and its mean delay in seconds per step."""
     last_detail: dict[str, Any] = field(default_factory=dict)
     """Newest record with details: collectives, pipeline bubble by stage."""
+    last_routing: dict[str, Any] = field(default_factory=dict)
+    """Newest record with the load of experts: `step`, `load` over the mean by layer, and a sentence of `advice`."""
     broken: tuple[int, ...] = ()
     """Numbers of the lines of metrics.jsonl that can't be read; an unfinished last line is not counted."""
 
@@ -112,6 +115,7 @@ def read_run(path: Path) -> RecordedRun:
         rank_steps=np.array([line["step"] for line in detailed], dtype=int),
         stragglers={rank: (len(late), sum(late) / len(late)) for rank, late in sorted(table.late.items())},
         last_detail=_details(table.last_detail),
+        last_routing=_routing(table.last_routing),
         broken=tuple(table.broken),
     )
 
@@ -136,6 +140,7 @@ class _Table:
     detailed: list[tuple[_Place, float]] = field(default_factory=list)
     """Lines with values by rank, and the slowest rank's seconds."""
     last_detail: dict[str, Any] = field(default_factory=dict)
+    last_routing: dict[str, Any] = field(default_factory=dict)
     broken: list[int] = field(default_factory=list)
 
     def add(self, place: _Place, line: dict[str, Any] | None) -> None:
@@ -162,6 +167,8 @@ class _Table:
                 self.late.setdefault(rank, []).append(seconds)
         if line.get("collectives"):
             self.last_detail = line
+        if line.get("router_load"):
+            self.last_routing = line
 
 
 def _lines(path: Path) -> Iterator[tuple[_Place, dict[str, Any] | None]]:
@@ -243,3 +250,14 @@ def _details(line: dict[str, Any]) -> dict[str, Any]:
         "collectives": {name: row for name, row in rows.items() if {"calls", "bytes", "seconds"} <= row.keys()},
         "bubble_by_stage": harmless(bubble) if isinstance(bubble, list) else [],
     }
+
+
+def _routing(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the load of experts of a record as a table of numbers; empty if it is not one."""
+    found = line.get("router_load")
+    rows = (
+        [[number(value) for value in row] for row in found if isinstance(row, list)] if isinstance(found, list) else []
+    )
+    if not rows or len({len(row) for row in rows}) > 1 or any(math.isnan(value) for row in rows for value in row):
+        return {}
+    return {"step": line["step"], "load": rows, "advice": advice(numbers(line.get("router")))}

@@ -13,7 +13,7 @@ import yaml
 
 from toolkit.errors import BadInput
 from toolkit.reports import figures
-from toolkit.reports.downsample import extremes, means
+from toolkit.reports.curves import extremes, means
 from toolkit.reports.reader import RecordedRun
 from toolkit.reports.template import fill
 from toolkit.run_dir.step_parts import PARTS
@@ -70,6 +70,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "stragglers": [{"rank": rank, "times": n, "seconds": s} for rank, (n, s) in run.stragglers.items()],
         "bubble_by_stage": run.last_detail.get("bubble_by_stage") or [],
         "collectives": figures.collectives(run),
+        "routing": run.last_routing,
         "events": run.events[-SHOWN_EVENTS:],
         "recipe": yaml.safe_dump(figures.recipe(run), sort_keys=False, allow_unicode=True),
         "plan": run.plan,

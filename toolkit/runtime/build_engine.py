@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
+from toolkit.plans.job import raw_config
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.plan import Plan
+from toolkit.plans.router_balance import Balance, balance_of
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.objective_sections import Preference
 from toolkit.recipe.schedules import Schedule
@@ -27,6 +29,11 @@ from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.layers import compiled_layers, fused_kernels
 from toolkit.runtime.layers.recompute import recompute_layers
+from toolkit.runtime.mixtures.balance_loss import Slice
+from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
+from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup, Experts, distribute, find_experts
+from toolkit.runtime.mixtures.expert_shards import cut_experts, hand_to_deepspeed
+from toolkit.runtime.mixtures.routers import RouterTable
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
     build_in_place,
@@ -44,7 +51,6 @@ from toolkit.runtime.models.build import (
 )
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, summed_loss
-from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine
@@ -72,6 +78,11 @@ class EngineSpec:
     noise: bool = False
     """Whether the gradient noise scale is measured."""
 
+    @property
+    def balance(self) -> Balance:
+        """How routers are balanced."""
+        return balance_of(self.train.router, raw_config(self.model))
+
 
 def build_engine(spec: EngineSpec, world: World) -> Engine:
     """The engine that the plan's axes ask for."""
@@ -82,7 +93,7 @@ def build_engine(spec: EngineSpec, world: World) -> Engine:
             return _pipeline(spec, mesh)
         if spec.plan.tensor_by == "autotp":
             return _autotp(spec, mesh)
-        if spec.plan.tp > 1:
+        if spec.plan.tp * spec.plan.ep > 1:
             return _tensor(spec, mesh)
         return _replica(spec, mesh)
 
@@ -91,7 +102,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
-    parts = ReplicaParts(loss=_loss_in_head(spec, model))
+    parts = ReplicaParts(loss=_loss_in_head(spec, model), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
 
@@ -129,40 +140,47 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     compiled_layers.install(model, spec.model)
     loss = _objective(spec, _loss_in_head(spec, model))
     if spec.plan.islands > 1:
-        parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss)
+        parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss, routers=_routers(spec, model, mesh))
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
         return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
     if spec.plan.token_parts == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
-        parts = ReplicaParts(noise=noise, loss=loss)
+        parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
-    parts = ReplicaParts(slice_batch=_token_slices(model, mesh), loss=loss)
+    own = _sequence_slice(spec, model, mesh)
+    parts = ReplicaParts(slice_batch=own, loss=loss, routers=_routers(spec, model, mesh, own=own))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
-def _token_slices(model: Any, mesh: Mesh) -> Callable[[MicroBatch], MicroBatch]:
-    """Make a model's attention connect the ranks that share tokens; what takes this rank's tokens of a batch."""
-    plan = mesh.plan
-    ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if plan.cp > 1 else None
-    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, plan.sp), ring)
+def _sequence_slice(spec: EngineSpec, model: Any, mesh: Mesh) -> Slice:
+    """Make a model attend over the tokens of all sequence ranks; this rank's tokens of a micro-batch."""
+    if spec.plan.token_parts == 1:
+        return lambda micro: micro
+    ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
+    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp), ring)
     share.install(model)
     return share.slice_batch
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
-    group = tensor_group(mesh)
+    """A replica of which each rank builds only its part: tensor shards, its experts, or both."""
+    group = tensor_group(mesh) if spec.plan.tp > 1 else None
     model, weights = open_skeleton(spec.model, spec.train.seed)
     fused_kernels.install(model, spec.model)
-    loss = _objective(spec, _sharded(spec, model, group))
+    experts = _own_experts(spec, model, mesh)
+    loss = _objective(spec, _sharded(spec, model, group, _not_among(experts)) if group else _loss_in_head(spec, model))
     _fill_own(model, spec, weights)
-    sum_partial_gradients(model, group)
+    _send_to_experts(model, experts, mesh)
+    if group:
+        sum_partial_gradients(model, group)
     recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
     compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(spec.train.seed, mesh)
-    check = ReplicaCheck(model.named_parameters(), group)
-    parts = ReplicaParts(unit=TensorUnit(mesh), after_backward=check.finish, loss=loss)
-    if spec.plan.token_parts > 1:
-        parts = replace(parts, slice_batch=_token_slices(model, mesh))
+    check = ReplicaCheck(model.named_parameters(), group).finish if group else None
+    unit = TensorUnit(mesh) if group else None
+    own = _sequence_slice(spec, model, mesh)
+    routers = _routers(spec, model, mesh, own=own)
+    parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -194,21 +212,63 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     bounds = plan.pipeline_bounds or even_bounds(len(find_layers(model)[1]), plan.pp)
     split = analyse(emptied(hollow_model(spec.model, seed)), tuple(bounds))
     fused_kernels.install(model, spec.model)
+    experts = _own_experts(spec, model, mesh)
     group = tensor_group(mesh) if plan.tp > 1 else None
     if group:
         prefix = ADAPTED if spec.model.lora else ""
-        loss = _sharded(spec, model, group, lambda name: mesh.pipe in split.owners[prefix + name])
+        outside = _not_among(experts)
+        loss = _sharded(spec, model, group, lambda name: outside(name) and mesh.pipe in split.owners[prefix + name])
     else:
         loss = _loss_in_head(spec, model)
+    table = RouterTable.of(model)
     stage = Stage(model, split, mesh.pipe, DTYPES[plan.precision], _objective(spec, loss))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
+    _send_to_experts(model, experts, mesh)
     if group:
         sum_partial_gradients(model, group)
     recompute_layers(model, plan.recompute)
     compiled_layers.install(model, spec.model, is_wrapped)
     seed_rank(seed, mesh)
     check = ReplicaCheck(stage.parameters_by_name.items(), group).finish if group else None
+    stage.routers = _routers(spec, model, mesh, table)
     return PipelineEngine(stage, mesh, spec.train, spec.deepspeed, spec.schedule, check)
+
+
+def _routers(
+    spec: EngineSpec,
+    model: torch.nn.Module,
+    mesh: Mesh,
+    table: RouterTable | None = None,
+    own: Slice = lambda micro: micro,
+) -> RouterWatch:
+    """Balance and count the routers of a mixture; `table`: those of the full model, if this is a stage of it."""
+    if spec.model.task not in (None, "causal-lm") or spec.model.compile == "layers":
+        return NoRouters()
+    return watch_routers(model, spec.balance, mesh, table or RouterTable.of(model), own)
+
+
+def _own_experts(spec: EngineSpec, model: Any, mesh: Mesh) -> list[Experts]:
+    """Reduce a skeleton to this rank's experts; none without expert ranks."""
+    if spec.plan.ep == 1:
+        return []
+    experts = find_experts(unadapted(model, spec.model))
+    cut_experts(model, experts, mesh.data % spec.plan.ep, spec.plan.ep)
+    return experts
+
+
+def _not_among(experts: Sequence[Experts]) -> Callable[[str], bool]:
+    """Whether a parameter is not one of the experts', which tensor ranks hold alike."""
+    names = tuple(f"{each.name}." for each in experts)
+    return lambda name: not name.startswith(names)
+
+
+def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh) -> None:
+    """Let experts compute for the tokens of all ranks that share them; a stage has only those of its own layers."""
+    held = set(model.modules())
+    experts = [each for each in experts if each.module in held]
+    if experts:
+        distribute(experts, ExpertGroup(mesh.expert_group, mesh.data % mesh.plan.ep, mesh.plan.ep))
+        hand_to_deepspeed(model, experts, mesh)
 
 
 def _objective(spec: EngineSpec, loss: Loss) -> Loss:

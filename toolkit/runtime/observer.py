@@ -13,6 +13,7 @@ import numpy as np
 
 from toolkit.plans.noise_scale import NoiseScale, advice
 from toolkit.recipe.schedules import Batches
+from toolkit.run_dir import router_load
 from toolkit.runtime.between_steps import FinishedStep
 from toolkit.runtime.engine.protocol import StepResult
 from toolkit.runtime.layers.compiled_layers import compiled_graphs
@@ -90,13 +91,14 @@ class Observer:
             grad_sync_seconds=split.grad_sync_seconds,
             compiled_graphs=compiled_graphs(),
             preference=result.figures,
+            router=router_load.summarise(result.numbers.routers),
             skipped=int(result.skipped),
             loss_scale=result.loss_scale,
             noise_scale_sequences=self._noise_of(number, result),
             checkpoint_step=self.saved(),
             sample_ids=sample_ids,
         )
-        self.recorder.log(replace(record, **detail.fields()) if detail else record)
+        self.recorder.log(replace(record, **detail.fields(), router_load=_shares(result)) if detail else record)
 
     def _seconds_of(self, step: FinishedStep) -> float:
         """Seconds since the step was started, or since the step before was done, if that came later."""
@@ -117,3 +119,8 @@ class Observer:
         """Gradient noise scale and advice on the batch size, for the summary."""
         found = self.noise.sequences if self.noise else None
         return {"noise_scale_sequences": found, "batch_advice": advice(found, self.batches.full)} if found else {}
+
+
+def _shares(result: StepResult) -> list[list[float]] | None:
+    """Load of every expert over the mean, for the heat map; None for dense models."""
+    return router_load.shares(router_load.loads_of(result.numbers.routers)) or None

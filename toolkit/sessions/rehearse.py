@@ -226,7 +226,6 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
         "ZeRO++'s quantisation kernels (strategy.zero_quantized)": plan.zero_quantized != "none",
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,
-        "the routing of tokens to experts on other ranks (strategy.ep)": plan.ep > 1,
         "the task seq2seq (model.task)": recipe.model.task == "seq2seq",
     }
     for name, is_used in unfakeable.items():

@@ -166,7 +166,7 @@ TOO_EARLY = (
 def plan_notes(resolved: Resolved) -> list[str]:
     """Return what a person should know about the chosen plan."""
     chosen, gain = resolved.decision.chosen, islands_gain(resolved)
-    about = caveats(chosen.plan, resolved.recipe.train) if chosen else []
+    about = caveats(chosen.plan, resolved.recipe.train, resolved.job.workload.balance) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
     early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
     return [*([gain] if gain else []), *early, *about, *_whole_residuals(resolved)]

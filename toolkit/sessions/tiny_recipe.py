@@ -60,6 +60,8 @@ def tiny_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model config with the same type and switches but small sizes."""
     sizes = {**tiny_sizes(4), "vocab_size": VOCABULARY, **IMAGES}
     small = {key: size for key, size in sizes.items() if isinstance(config.get(key), int)}
+    if "n_routed_experts" in small:  # DeepSeek's types have 8 groups of experts by default, more than tiny experts
+        small |= {key: sizes[key] for key in ("n_group", "topk_group")}
     switches = {key: value for key, value in config.items() if isinstance(value, bool | str) and key[0] != "_"}
     return {**switches, **small, "model_type": config["model_type"]}
 

@@ -15,7 +15,8 @@ from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Lora
 from toolkit.runtime.data import samples
 from toolkit.runtime.proofs.coverage import tiny_model
-from toolkit.runtime.proofs.split_proof import ThreadGroup, prove, thread_groups
+from toolkit.runtime.proofs.split_proof import prove
+from toolkit.runtime.proofs.thread_ranks import ThreadGroup, thread_groups
 from toolkit.runtime.sharding.token_collectives import enter_tokens, leave_tokens, linear_of_tokens
 
 TWO = Plan(strategy="tensor_parallel", tp=2, micro_batch=2, grad_accum=2, precision="fp32", sequence_sharded=True)

@@ -13,7 +13,7 @@ from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.parameter_shards import shares
 from toolkit.runtime.models.tiny_models import tiny_of_type
-from toolkit.runtime.proofs.split_proof import thread_groups
+from toolkit.runtime.proofs.thread_ranks import thread_groups
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head
 
 

@@ -65,6 +65,19 @@ class Mesh:
         self.replica_group = self._own(replicas)
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
+        firsts = range(0, plan.dp, plan.ep) if plan.ep > 1 else ()
+        experts = [
+            [at(p, first + place, s, t) for place in range(plan.ep)]
+            for p in pipes for s in sequences for t in tensors for first in firsts
+        ]  # fmt: skip
+        same = [  # sequence ranks see different tokens: gradients of experts are summed over them, too
+            [at(p, d, s, t) for d in range(place, plan.dp, plan.ep) for s in sequences]
+            for p in pipes for t in tensors for place in (range(plan.ep) if plan.ep > 1 else ())
+        ]  # fmt: skip
+        self.expert_group, self.expert_ranks = self._made(experts)
+        """Ranks that hold the experts of a layer together, and their numbers."""
+        self.same_experts_group, self.same_experts_ranks = self._made(same)
+        """Ranks that hold the same experts as this one, and their numbers."""
         self.token_host_group = self._on_hosts(data)
         """Ranks that see different tokens, for numbers in host memory."""
 
@@ -100,6 +113,11 @@ class Mesh:
             return self.data_group
         made = [(ranks, torch.distributed.new_group(list(ranks), backend="gloo")) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
+
+    def _made(self, groups: Sequence[Sequence[int]]) -> tuple[Any, list[int]]:
+        """Create all groups (every rank must), of one rank too, and return this rank's; nothing if there are none."""
+        made = [(list(ranks), dist.new_group(list(ranks))) for ranks in groups]
+        return next(((group, ranks) for ranks, group in made if self.rank in ranks), (None, []))
 
     def _own(self, groups: Sequence[Sequence[int]]) -> Any:
         """Create all groups (every rank must) and return this rank's. None if it is the world or this rank alone."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from toolkit.runtime.distributed.mesh import Mesh
@@ -15,7 +16,7 @@ from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import host_waits
 from toolkit.runtime.engine.host_waits import EPSILON, See, UpdateGuard
 from toolkit.runtime.engine.onebit_adam import OneBitAdam
-from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.parameter_shards import is_tensor_slice
 
 
 class GradientNormMeter:
@@ -34,7 +35,7 @@ class GradientNormMeter:
         self._mesh = mesh
         self._norm: torch.Tensor | None = None
         self._differs_by_rank = mesh.token_ranks > 1 and isinstance(engine.basic_optimizer, OneBitAdam)
-        if host_waits.decides_on_device(engine, mesh.plan):
+        if host_waits.decides_on_device(mesh.plan):
             self._stay_on_device(UpdateGuard(engine.basic_optimizer))
         elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
             self._correct(engine.optimizer)
@@ -54,7 +55,8 @@ class GradientNormMeter:
         elif isinstance(engine.optimizer, FP16_UnfusedOptimizer):
             engine.optimizer.step = functools.partial(_step_in_16_bits, engine.optimizer, self._mesh, see)
         else:
-            host_waits.keep_norm(engine, plan, see)
+            own = functools.partial(_norm_under_zero, engine.optimizer, self._mesh) if plan.ep > 1 else None
+            host_waits.keep_norm(engine, plan, see, own)
         engine.get_global_grad_norm = lambda: self._norm
 
     def last(self) -> torch.Tensor | float:
@@ -130,11 +132,42 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, max_nor
 
 def gradient_norm(held: Sequence[Held], mesh: Mesh) -> torch.Tensor:
     """The norm of all gradients of a replica. Collective."""
-    squares = mesh.sum_over_shards(_squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh)))
-    if mesh.plan.ep > 1:  # the ranks of an expert group hold different experts, and there are dp / ep such groups
+    squares = _squares(g for p, g in held if not _is_expert(p) and _counts(p, mesh))
+    if mesh.plan.ep > 1:
+        # The ranks of an expert group hold different experts. There are several such groups, and tensor ranks hold the
+        # same experts.
+        copies = mesh.token_ranks // mesh.plan.ep * mesh.plan.tp
         experts = _squares(g for p, g in held if _is_expert(p))
-        squares = squares + mesh.sum_over_tokens(experts) * mesh.plan.ep / mesh.plan.dp
-    return squares.sqrt()
+        squares = squares + mesh.sum_over_tokens(experts) / copies
+    return mesh.sum_over_shards(squares).sqrt()
+
+
+def _norm_under_zero(optimizer: Any, mesh: Mesh) -> torch.Tensor:
+    """The norm of all gradients, experts included, under ZeRO 1 and 2. Collective, once.
+
+    DeepSpeed 0.19.8 has a collective for each of its parameter groups, and experts make several: stages with different
+    numbers of experts would wait for each other forever. `BF16_Optimizer` leaves out what other stages hold.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        held = [
+            (weight, gradient)
+            for weights, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+            for weight, gradient in zip(weights, gradients, strict=True)
+        ]
+        return gradient_norm(held, mesh)
+    own = [
+        gradient
+        for number, _ in enumerate(optimizer.bit16_groups)
+        for gradient, weight in zip(
+            _unpadded(optimizer.averaged_gradients[number]), optimizer.params_in_partition[number], strict=False
+        )
+        if _counts(weight, mesh)
+    ]
+    return mesh.sum_over_shards(mesh.sum_over_tokens(_squares(own).float())).sqrt()
+
+
+def _unpadded(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)]
 
 
 def _squares(found: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -153,7 +186,7 @@ def _counts(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
     """Count shards on every rank, full parameters on tensor rank 0, copies on another stage not at all."""
     if getattr(parameter, "ds_pipe_replicated", False):
         return False
-    return layout_of(parameter) is not None or mesh.tensor == 0
+    return is_tensor_slice(parameter) or mesh.tensor == 0
 
 
 class NoiseMeter:

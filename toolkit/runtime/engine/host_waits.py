@@ -26,14 +26,13 @@ EPSILON = 1e-6
 """Added to the norm before clipping, as in `torch.nn.utils.clip_grad_norm_`."""
 
 
-def decides_on_device(engine: Any, plan: Plan) -> bool:
+def decides_on_device(plan: Plan) -> bool:
     """Whether updates are skipped on the device.
 
     Not in fp16, where a skipped step changes the loss scale, a number of the host; not if the optimizer runs on the
-    host; not for `BF16_Optimizer` with experts, whose norm DeepSpeed computes on the host.
+    host.
     """
-    on_host = plan.precision == "fp16" or plan.offload != "none"
-    return not on_host and not (isinstance(engine.optimizer, BF16_Optimizer) and engine.optimizer.has_moe_layers)
+    return plan.precision != "fp16" and plan.offload == "none"
 
 
 class UpdateGuard:
@@ -68,24 +67,28 @@ See = Callable[[torch.Tensor], torch.Tensor]
 """Takes the norm of the gradients before each update, and returns it."""
 
 
-def keep_norm(engine: Any, plan: Plan, see: See) -> None:
-    """Let the norm of DeepSpeed's optimizer stay on the device; `see` gets it before every update."""
+def keep_norm(engine: Any, plan: Plan, see: See, own: Callable[[], torch.Tensor] | None = None) -> None:
+    """Let the norm of DeepSpeed's optimizer stay on the device; `see` gets it before every update.
+
+    `own`: computes the norm under ZeRO 1 and 2, if DeepSpeed's is wrong.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
-        optimizer.step = functools.partial(_step_in_bf16, optimizer, see)
+        optimizer.step = functools.partial(
+            _step_in_bf16, optimizer, see, own or functools.partial(_bf16_norm, optimizer)
+        )
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        _keep_zero_1_and_2(optimizer, see)
+        _keep_zero_1_and_2(optimizer, see, own or optimizer.scaled_global_norm)
     elif plan.zero_stage == 3:
         _keep_zero_3(optimizer, see)
 
 
-def _keep_zero_1_and_2(optimizer: Any, see: See) -> None:
+def _keep_zero_1_and_2(optimizer: Any, see: See, compute: Callable[[], torch.Tensor]) -> None:
     """`stage_1_and_2.py`: `check_overflow`, `is_invalid_grad_norm` in `step` and in `unscale_and_clip_grads`."""
-    compute = optimizer.scaled_global_norm
     held: list[torch.Tensor] = []
 
     def scaled_global_norm(norm_type: int = 2) -> float:
-        held[:] = [see(compute(norm_type))]
+        held[:] = [see(compute())]
         return STAND_IN
 
     def unscale_and_clip_grads(gradients: list[Any], total_norm: float) -> None:
@@ -120,13 +123,20 @@ def _keep_zero_3(optimizer: Any, see: See) -> None:
     optimizer.unscale_and_clip_grads = lambda sub_group, total_norm: clip(sub_group, held[0])
 
 
+def _bf16_norm(optimizer: Any) -> torch.Tensor:
+    gradients, _ = optimizer.get_grads_for_norm()
+    norm: torch.Tensor = get_global_norm_of_tensors(
+        input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type
+    )
+    return norm
+
+
 @torch.no_grad()
-def _step_in_bf16(optimizer: Any, see: See, closure: None = None) -> None:
+def _step_in_bf16(optimizer: Any, see: See, compute: Callable[[], torch.Tensor], closure: None = None) -> None:
     """`BF16_Optimizer.step` without its two reads, `is_invalid_grad_norm` and `clip_coef < 1`."""
     assert closure is None
     optimizer.overflow = False
-    gradients, _ = optimizer.get_grads_for_norm()
-    norm = get_global_norm_of_tensors(input_tensors=gradients, mpu=optimizer.mpu, norm_type=optimizer.norm_type)
+    norm = compute()
     norm = see(torch.where(norm < 0, torch.full_like(norm, float("inf")), norm))  # -1 stands for NaN and infinity
     if optimizer.clip_grad > 0:
         factor = torch.clamp(optimizer.clip_grad / (norm + EPSILON), max=1.0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from toolkit.recipe.sections import Lora, Train
-from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
 from toolkit.runtime.models.zero3_start import full_shape
 
 SECOND_FACTORS = "*.lora_B.*"
@@ -27,19 +27,28 @@ def with_adapter_rate(train: Train, lora: Lora | None) -> Train:
 def parameter_groups(named: Iterable[tuple[str, torch.Tensor]], train: Train, lr: float) -> list[Any]:
     """The trained parameters for an optimizer: a plain list, or groups with their own learning rate or weight decay.
 
-    The first group has the recipe's own learning rate, if any parameter does: it is the one that is reported.
+    The first group has the recipe's own learning rate, if any parameter does: it is the one that is reported. Experts
+    that are distributed have groups of their own, marked for DeepSpeed: it shards a group over one set of ranks. Those
+    that DeepSpeed 0.19.8 would make are one per layer, and under ZeRO 1 and 2 a rank then holds gradients of nearly
+    all experts instead of its share (`grads_in_partition`).
     """
-    found: dict[tuple[float, float], list[torch.Tensor]] = {(1.0, train.weight_decay): []}
+    found: dict[tuple[float, float, str], list[torch.Tensor]] = {(1.0, train.weight_decay, ""): []}
     for name, parameter in named:
         if parameter.requires_grad:
-            key = (multiplier(name, train.lr_multipliers or {}), _decay(parameter, train))
+            group: str = getattr(parameter, "group_name", "") if holds_experts(parameter) else ""
+            key = (multiplier(name, train.lr_multipliers or {}), _decay(parameter, train), group)
             found.setdefault(key, []).append(parameter)
     kept = {key: parameters for key, parameters in found.items() if parameters}
-    if list(kept) in ([(1.0, train.weight_decay)], []):
+    if list(kept) in ([(1.0, train.weight_decay, "")], []):
         return [parameter for parameters in kept.values() for parameter in parameters]
     return [
-        {"params": parameters, "lr": lr * factor, "weight_decay": decay}
-        for (factor, decay), parameters in sorted(kept.items(), key=lambda item: item[0][0] != 1.0)
+        {
+            "params": parameters,
+            "lr": lr * factor,
+            "weight_decay": decay,
+            **({"moe": True, "name": group} if group else {}),
+        }
+        for (factor, decay, group), parameters in sorted(kept.items(), key=lambda item: item[0][0] != 1.0)
     ]
 
 

@@ -34,6 +34,7 @@ class StepNumbers:
         grad_norm: Number,
         micro_square: Number = None,
         figures: Mapping[str, torch.Tensor] | None = None,
+        routers: torch.Tensor | None = None,
     ) -> None:
         self.figures = tuple(figures or ())
         """Names of further numbers, which the objective reports."""
@@ -41,11 +42,13 @@ class StepNumbers:
         computed = {name: n for name, n in given.items() if isinstance(n, torch.Tensor) and n.device == loss.device}
         self._known = {name: n if n is None else float(n) for name, n in given.items() if name not in computed}
         self._names = list(computed)
-        self._host = torch.stack([number.double().reshape(()) for number in computed.values()])
+        more = [] if routers is None else [routers.double()]
+        self._host = torch.cat([number.double().reshape(1) for number in computed.values()] + more)
+        size = self._host.numel()
         self._event = None
         accelerator = get_accelerator()
         if not accelerator.is_synchronized_device():
-            host = accelerator.pin_memory(torch.empty(len(computed), dtype=torch.float64))
+            host = accelerator.pin_memory(torch.empty(size, dtype=torch.float64))
             host.copy_(self._host, non_blocking=True)
             self._host, self._event = host, accelerator.Event()
             self._event.record()
@@ -54,7 +57,13 @@ class StepNumbers:
     def _read(self) -> dict[str, float | None]:
         if self._event is not None:
             self._event.synchronize()
-        return self._known | dict(zip(self._names, self._host.tolist(), strict=True))
+        return self._known | dict(zip(self._names, self._host[: len(self._names)].tolist(), strict=True))
+
+    @property
+    def routers(self) -> list[float]:
+        """What the routers of a mixture did, laid out as `run_dir.router_load` reads it; empty for dense models."""
+        assert self._read is not None  # waits for the step
+        return self._host[len(self._names) :].tolist()
 
     def __getitem__(self, name: str) -> float | None:
         """The number, once the step is done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
@@ -20,13 +20,13 @@ from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
-from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, expert_places, placed
+from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
+from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.parameter_shards import layout_of
-from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.models.parameter_shards import is_tensor_slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class ReplicaParts:
     loss: Loss = summed_loss
     noise: NoiseMeter | None = None
     """Measures the gradient noise scale."""
+    routers: RouterWatch = field(default_factory=NoRouters)
+    """Balances and counts the routers of a mixture."""
 
 
 class ReplicaEngine:
@@ -62,12 +64,12 @@ class ReplicaEngine:
         self._loss = parts.loss
         self._slice_batch = parts.slice_batch
         self._after_backward = parts.after_backward
+        self._routers = parts.routers
         self._sums = train.grad_reduce == "sum"
         self._accumulated = mesh.plan.grad_accum
         self._nonfinite = NonFiniteCounter(device())
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._nonfinite.after_embedding)  # type: ignore[operator]
-        self._whole_shapes = {name: full_shape(parameter) for name, parameter in model.named_parameters()}
         optimizer, config = own_optimizer(train, config)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -77,6 +79,7 @@ class ReplicaEngine:
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
             mpu=parts.unit,
         )
+        self._routers.attach()
         undo_first_step(self._engine.optimizer)
         skip_batch_check(self._engine)
         begin(self._engine, self.state, mesh)
@@ -102,10 +105,10 @@ class ReplicaEngine:
             copies=Copies(
                 index=self._mesh.data * self._mesh.plan.token_parts + self._mesh.sequence,
                 count=self._mesh.token_ranks,  # sequence ranks hold full copies, as replicas do
-                by_name=(lambda name: expert_copies(name, self._mesh)) if self._mesh.plan.ep > 1 else None,
-                saves=lambda name: self._mesh.tensor == 0 or (name in named and layout_of(named[name]) is not None),
+                by_name=expert_copies(named, self._mesh),
+                saves=lambda name: self._mesh.tensor == 0 or (name in named and is_tensor_slice(named[name])),
             ),
-            place=expert_places(self._whole_shapes, self._mesh) if self._mesh.plan.ep > 1 else placed(named),
+            place=placed(named),
         )
 
     @property
@@ -115,6 +118,7 @@ class ReplicaEngine:
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         counted, weighed = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
+        self._routers.begin(batch, self._sum_scale(len(batch)))
         self._accumulate(len(batch))
         total = torch.zeros((), device=device())
         lr = float(self._engine.get_lr()[0])
@@ -122,7 +126,9 @@ class ReplicaEngine:
         self._scaling.begin()
         for micro in batch:
             with part(self._clock, "forward"):
-                own = self._slice_batch(micro.located().to(device()))
+                whole = micro.located().to(device())
+                own = self._slice_batch(whole)
+                self._routers.expect(whole)
                 self._loss.expect(own)
                 loss = self._loss(forward(self._engine, own).logits, own.labels)
                 total += loss.detach()
@@ -139,6 +145,7 @@ class ReplicaEngine:
                 grad_norm=self._scaling.unscaled(self._norm.last()),
                 micro_square=self._noise.take(len(batch)) if self._noise else None,
                 figures=figures_of(self._loss, weighed.total, self._mesh.sum_over_tokens, total),
+                routers=self._routers.finish(),
             ),
             tokens=counted.total,
             lr=lr,
@@ -148,12 +155,13 @@ class ReplicaEngine:
         )
 
     def _weight(self, micro_batches: int, tokens: int) -> float:
-        """Factor of the summed loss: DeepSpeed divides by micro-batches and ranks; the result is the mean over tokens.
+        """Factor of the summed loss: DeepSpeed divides by micro-batches and ranks; the result is a mean over tokens."""
+        return micro_batches * self._mesh.token_ranks / max(tokens, 1) * self._sum_scale(micro_batches)
 
-        If gradients are summed, it is that mean times the sequences of the global batch.
-        """
-        weight, plan = micro_batches * self._mesh.token_ranks / max(tokens, 1), self._mesh.plan
-        return weight * (plan.global_batch // plan.grad_accum * micro_batches) if self._sums else weight
+    def _sum_scale(self, micro_batches: int) -> float:
+        """If gradients are summed, they are those of the mean times the sequences of the global batch."""
+        plan = self._mesh.plan
+        return float(plan.global_batch // plan.grad_accum * micro_batches) if self._sums else 1.0
 
     def watch(self, clock: Clock) -> None:
         self._clock = clock

@@ -7,7 +7,6 @@ tests/runtime/checkpoint/test_checkpoint.py, which saves and resumes under every
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from toolkit.checkpoints.element_runs import Region
 from toolkit.errors import CheckpointFailed
 from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT, Fragment, Held, held_fragments
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
 
 
 class FullSlice(NamedTuple):
@@ -247,45 +246,18 @@ def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-_EXPERT = re.compile(r"(.*\.experts)\.(w1|w2|w3)")
-_WHOLE = {"w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+def expert_copies(named: Mapping[str, torch.nn.Parameter], mesh: Mesh) -> Callable[[str], tuple[int, int]] | None:
+    """(index of this rank among those that hold a parameter's elements, their number); None without expert ranks."""
+    plan = mesh.plan
+    if plan.ep == 1:
+        return None
+    sequence_ranks = mesh.token_ranks // plan.dp
 
+    def of(name: str) -> tuple[int, int]:
+        group = plan.ep if name in named and holds_experts(named[name]) else 1
+        return mesh.data // group * sequence_ranks + mesh.sequence, plan.dp // group * sequence_ranks
 
-def whole_name(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Hugging Face's name of a parameter that AutoEP (DeepSpeed 0.19.8) has renamed; `CheckpointFailed` if unknown."""
-    match = _EXPERT.fullmatch(name)
-    found = f"{match[1]}.{_WHOLE[match[2]]}" if match else name.replace(".router.gate.", ".gate.")
-    if found not in shapes:
-        raise CheckpointFailed(f"AutoEP's parameter {name} has no counterpart in the model; its state can't be saved")
-    return found
-
-
-def expert_places(shapes: Mapping[str, tuple[int, ...]], mesh: Mesh) -> SliceLocator:
-    """Locates this rank's elements in full parameters of these shapes, where experts are distributed over ranks."""
-    ranks = mesh.plan.ep
-    index = mesh.data % ranks
-
-    def place(name: str, low: int, high: int) -> FullSlice:
-        whole = whole_name(name, shapes)
-        shape = shapes[whole]
-        match = _EXPERT.fullmatch(name)
-        if match is None:
-            return FullSlice(whole, shape, element_runs.flat(low, high))
-        experts, rows, columns = shape
-        own = experts // ranks
-        halves = 1 if match[2] == "w2" else 2
-        begin = rows // 2 if match[2] == "w3" else 0
-        box = element_runs.box(shape, (index * own, begin, 0), (own, rows // halves, columns))
-        return FullSlice(whole, shape, element_runs.slice_runs(box, low, high))
-
-    return place
-
-
-def expert_copies(name: str, mesh: Mesh) -> tuple[int, int]:
-    """(index of this rank among those that hold the same elements, their number)."""
-    if _EXPERT.fullmatch(name):
-        return mesh.data // mesh.plan.ep, mesh.plan.dp // mesh.plan.ep
-    return mesh.data, mesh.plan.dp
+    return of
 
 
 def placed(named: Mapping[str, torch.nn.Parameter]) -> SliceLocator:

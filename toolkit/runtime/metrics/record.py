@@ -51,6 +51,11 @@ class Record:
     preference: dict[str, float] | None = None
     """Under a preference objective, means over the pairs of this step: rewards, their margin, how often the chosen
     answer has the larger one, and log-probabilities."""
+    router: dict[str, float] | None = None
+    """Of a mixture's routers: `loss` that they add to the cross-entropy, `balance` before its factor, mean `entropy` of
+    the load (1: even), `max_over_mean` of the worst layer, and `dead_experts`, without any token, of all `experts`."""
+    router_load: list[list[float]] | None = None
+    """Load of every expert over its layer's mean, layer by layer; in detailed steps."""
     skipped: int = 0
     """1: no update was made, because gradients overflowed in fp16."""
     loss_scale: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,7 @@ ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-
 def load_config(section: Model) -> PretrainedConfig:
     """The Hugging Face config of the recipe's model."""
     labels = {} if section.num_labels is None else {"num_labels": section.num_labels}
+    labels |= _without_router_logits(section)
     try:
         if section.config is not None:
             values = {**section.config, **labels}
@@ -65,6 +67,12 @@ def load_config(section: Model) -> PretrainedConfig:
         return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise BadInput("model", f"transformers can't read the config: {first_line(error)}") from None
+
+
+def _without_router_logits(section: Model) -> dict[str, Any]:
+    """Routers are balanced by hooks (runtime/mixtures), so the model need not hand its logits out, nor keep them."""
+    asks = section.config is not None and section.config.get("output_router_logits")
+    return {"output_router_logits": False} if asks else {}
 
 
 def can_start_in_place(section: Model) -> bool:
@@ -149,7 +157,7 @@ def skeleton(section: Model) -> PreTrainedModel:
 
     def make(config: PretrainedConfig, options: dict[str, Any]) -> PreTrainedModel:
         # Not `torch.device("meta")`: rotary tables, which are buffers, would be on the meta device too.
-        with init_empty_weights(include_buffers=False), no_init_weights():
+        with init_empty_weights(include_buffers=False), no_init_weights(), _large_on_meta():
             model = BUILDERS[section.task].from_config(config, **options)
         # accelerate 1.15's `init_empty_weights` makes a new parameter at every assignment: tied weights come apart, and
         # the head would be trained separately. This can go when `model.lm_head.weight is model…embed_tokens.weight`.
@@ -157,6 +165,33 @@ def skeleton(section: Model) -> PreTrainedModel:
         return model
 
     return _made(section, make)
+
+
+LARGE_ELEMENTS = 2**28
+"""Tensors from this size on are weights, never buffers."""
+
+
+@contextlib.contextmanager
+def _large_on_meta() -> Iterator[None]:
+    """Make large empty tensors on the meta device at once.
+
+    accelerate 1.15's `init_empty_weights` lets a module make its tensor on the host and moves it when it is registered.
+    All experts of a layer are one tensor: DeepSeek-V3's has 30 GB, which a host of 24 GB refuses to reserve. It can go
+    when a skeleton of DeepSeek-V3 can be built there without it.
+    """
+    module: Any = torch
+    make = torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        shape = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
+        is_large = all(isinstance(each, int) for each in shape) and math.prod(shape) >= LARGE_ELEMENTS
+        return make(*size, **(options | {"device": "meta"} if is_large and "device" not in options else options))
+
+    module.empty = empty
+    try:
+        yield
+    finally:
+        module.empty = make
 
 
 def open_weights(section: Model, seed: int) -> Weights:

@@ -71,6 +71,22 @@ def layout_of(parameter: torch.Tensor) -> Layout | None:
     return getattr(parameter, "shard_layout", None)
 
 
+def mark_experts(parameter: torch.nn.Parameter, layout: Layout) -> None:
+    """Mark a parameter as this rank's experts of a full tensor; tensor ranks hold the same ones."""
+    parameter.shard_layout = layout  # type: ignore[attr-defined]
+    parameter.holds_experts = True  # type: ignore[attr-defined]
+
+
+def holds_experts(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a slice by experts."""
+    return getattr(parameter, "holds_experts", False)
+
+
+def is_tensor_slice(parameter: torch.Tensor) -> bool:
+    """Whether tensor ranks hold different parts of a parameter."""
+    return layout_of(parameter) is not None and not holds_experts(parameter)
+
+
 def mark_partial(parameter: torch.nn.Parameter) -> None:
     """Mark a full parameter of whose gradient each tensor rank computes only a part."""
     parameter.partial_gradient = True  # type: ignore[attr-defined]
@@ -106,7 +122,7 @@ def replace_parameter(where: Sites, old: torch.nn.Parameter, data: torch.Tensor)
     new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
     layout = layout_of(old)
     if layout:
-        mark_shard(new, layout)
+        (mark_experts if holds_experts(old) else mark_shard)(new, layout)
     if is_partial(old):
         mark_partial(new)
     for module, key in where[id(old)]:

@@ -22,11 +22,11 @@ from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
 from toolkit.runtime.engine.replica import count_tokens
-from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, placed
+from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.parameter_shards import is_tensor_slice
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.pipeline.transfers import EXCHANGES, Transfers
 
@@ -57,6 +57,7 @@ class PipelineEngine:
             optimizer=optimizer,
             lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
         )
+        stage.routers.attach()
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
         gradient_reduction.install(self._engine, train.reduce, mesh)
@@ -79,7 +80,12 @@ class PipelineEngine:
         return DeepSpeedState(
             self._engine,
             names={p: name for name, p in named.items()},
-            copies=Copies(index=self._mesh.data, count=self._mesh.plan.dp, saves=self._saves),
+            copies=Copies(
+                index=self._mesh.data,
+                count=self._mesh.plan.dp,
+                by_name=expert_copies(named, self._mesh),
+                saves=self._saves,
+            ),
             place=placed(named),
             model=self._stage.model,
         )
@@ -89,7 +95,7 @@ class PipelineEngine:
         split, named = self._stage.split, self._stage.parameters_by_name
         if name not in named:  # a buffer: a layer is on one stage, everything else on all
             return self._mesh.tensor == 0 and (name.startswith(f"{split.layers}.") or self._mesh.pipe == 0)
-        sliced = layout_of(named[name]) is not None
+        sliced = is_tensor_slice(named[name])
         return self._mesh.pipe == min(split.owners[name]) and (sliced or self._mesh.tensor == 0)
 
     @property
@@ -104,6 +110,7 @@ class PipelineEngine:
         self._follow_shape(batch[0])
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._stage.feed(batch, self._scale * plan.grad_accum * plan.dp / max(weighed, 1))
+        self._stage.routers.begin(batch, self._scale)
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
         loss = self._engine.train_batch()
@@ -116,6 +123,7 @@ class PipelineEngine:
                 loss=loss.squeeze() / self._scale,
                 grad_norm=self._scaling.unscaled(self._norm.last()),
                 figures=figures_of(self._stage.loss, weighed, self._over_replicas, loss),
+                routers=self._stage.routers.finish(),
             ),
             tokens=tokens,
             lr=lr,
@@ -194,7 +202,7 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         stage: Stage = self.forward_funcs[0]
         for parameter in stage.parameters():
             # ZeRO 1 counts marked parameters on every rank of a replica, and others on its first rank only.
-            counts = layout_of(parameter) is not None or self._grid.get_slice_parallel_rank() == 0
+            counts = is_tensor_slice(parameter) or self._grid.get_slice_parallel_rank() == 0
             parameter.model_parallel = counts  # type: ignore[attr-defined]
         groups: dict[tuple[int, ...], tuple[Any, list[int]]] = {}
         for name, stages in stage.split.shared:

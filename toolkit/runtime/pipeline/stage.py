@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
+from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -49,6 +50,8 @@ class Stage(torch.nn.Module):
         self.nonfinite = NonFiniteCounter(device())
         if index == 0:
             model.get_input_embeddings().register_forward_hook(self.nonfinite.after_embedding)
+        self.routers: RouterWatch = NoRouters()
+        """Balances and counts the routers of this stage."""
         self._received: tuple[torch.Tensor, ...] = ()
         self.prepared: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
         """Prepares a loss for the engine's backward pass (loss scaling)."""
@@ -72,6 +75,7 @@ class Stage(torch.nn.Module):
         if self.index > 0:
             self._received = anchored(received if isinstance(received, tuple) else (received,))
         inputs = self._received
+        self.routers.expect(micro)
         self.loss.expect(micro)
         try:
             output = forward(self.model, micro)

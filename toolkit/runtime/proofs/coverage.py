@@ -41,6 +41,15 @@ CASES: dict[str, Plan] = {
     "hybrid": Plan(strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"),
 }
 """Two ranks each, and 2 × 2 × 2 for the hybrid."""
+_EXPERTS = Plan(strategy="expert_parallel", dp=2, ep=2, zero_stage=1, zero_group=2, micro_batch=2, precision="fp32")
+EXPERT_CASES: dict[str, Plan] = {
+    "experts-2": _EXPERTS,
+    "experts-2+zero-3": replace(_EXPERTS, zero_stage=3),
+    "experts-4": replace(_EXPERTS, dp=4, ep=4, zero_group=4, micro_batch=1),
+    "experts-2x-tensor-2": replace(_EXPERTS, tp=2),
+    "experts-2x-pipeline-2": replace(_EXPERTS, pp=2, micro_batch=1, grad_accum=2),
+}
+"""Of mixtures of experts, in addition."""
 
 
 @dataclass(frozen=True, kw_only=True)

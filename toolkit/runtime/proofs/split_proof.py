@@ -20,6 +20,8 @@ from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Model
+from toolkit.runtime.mixtures.expert_dispatch import ExpertsRefused, distribute, find_experts
+from toolkit.runtime.mixtures.expert_shards import cut_experts
 from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import (
     SplitRefused,
@@ -36,14 +38,14 @@ from toolkit.runtime.models.build import (
 from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.parameter_shards import Layout, layout_of
+from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
 from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
 from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
+from toolkit.runtime.proofs.thread_ranks import ThreadExpertGroup, ThreadGroup, ThreadRing, thread_groups
 from toolkit.runtime.sharding.collectives import TensorGroup
-from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
-from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceRefused, SequenceShare
+from toolkit.runtime.sharding.ulysses import SequenceRefused, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 from toolkit.verdicts import Verdict
 
@@ -54,66 +56,6 @@ FLOOR = 1e-6
 SEED = 0
 RANK = 4
 """Largest rank of a tiny model's adapters."""
-
-
-class ThreadGroup(SequenceGroup):
-    """Tensor or sequence ranks as threads of one process."""
-
-    def __init__(self, index: int, ranks: int, barrier: threading.Barrier, board: list[Any]) -> None:
-        super().__init__(None, index, ranks)
-        self._barrier = barrier
-        self._board = board
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather(tensor)).sum(0)
-
-    def sum_into(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(self.sum(tensor))
-
-    def start_sum(self, tensor: torch.Tensor) -> Any:
-        self.sum_into(tensor)
-        return _done()
-
-    def start_gather(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return torch.stack(self.gather(tensor)), _done()
-
-    def start_scatter(self, stacked: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return self.sum(stacked)[self.index].clone(), _done()
-
-    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.gather(tensor)).amax(0)
-
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._board[self.index] = tensor.detach()
-        self._barrier.wait()
-        parts = [part.clone() for part in self._board]
-        self._barrier.wait()
-        return parts
-
-    def exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([part[self.index] for part in self.gather(tensor)])
-
-    def give_up(self) -> None:
-        """Make the waiting threads fail too."""
-        self._barrier.abort()
-
-
-def _done() -> Any:
-    """What is waited for where a collective is done already."""
-    done: Any = torch.futures.Future()
-    done.set_result(None)
-    return done
-
-
-class ThreadRing(RingGroup):
-    """Ring ranks as threads of one process."""
-
-    def __init__(self, group: ThreadGroup) -> None:
-        super().__init__(None, group.index, range(group.ranks))
-        self.group = group
-
-    def start(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        return self.group.gather(tensor)[self.index - 1], []
 
 
 def _places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup, ThreadGroup]]:
@@ -127,12 +69,6 @@ def _places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup, ThreadGroup]]:
                 ring = rings[tensor.index][ulysses][context]
                 found.append((tensor, exchanges[tensor.index][ulysses], ring))
     return found
-
-
-def thread_groups(ranks: int) -> list[ThreadGroup]:
-    """One group object per thread."""
-    barrier, board = threading.Barrier(ranks), [None] * ranks
-    return [ThreadGroup(index, ranks, barrier, board) for index in range(ranks)]
 
 
 def tiny_model_section(section: Model, axes: Axes) -> Model:
@@ -159,8 +95,10 @@ def prove(section: Model, axes: Axes) -> Verdict:
         name = (tiny.config or {})["model_type"]
         return Verdict(False, f"a tiny {name} model does not train in one process: {first_line(error)}")
     try:
-        return _compare(tiny, axes, kind, expected)
-    except (SplitRefused, SequenceRefused) as error:
+        if axes.ep > 1 and not (verdict := _compare_experts(tiny, axes.ep, kind, expected)).ok:
+            return verdict
+        return _compare(tiny, axes, kind, expected) if axes.tp * axes.pp * axes.sp * axes.cp > 1 else Verdict(True)
+    except (SplitRefused, SequenceRefused, ExpertsRefused) as error:
         return Verdict(False, first_line(error))
     except Exception as error:
         return Verdict(False, f"the split fails on a tiny model: {type(error).__name__}: {first_line(error)}")
@@ -230,6 +168,55 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
                 False, f"gradients{padded} of {len(wrong)} parameters of a tiny model are wrong, first {names}"
             )
     return Verdict(True)
+
+
+def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expected) -> Verdict:
+    """Each rank routes its own row of a batch; together they must have the loss and gradients of all rows."""
+    for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
+        groups = thread_groups(ranks)
+        parts = [_expert_part(tiny, group, kind) for group in groups]
+        rows = [micro.map(lambda tensor, row=group.index: tensor[row : row + 1]) for group in groups]  # type: ignore[misc]
+        with ThreadPoolExecutor(ranks) as pool:
+            runs = [
+                pool.submit(_run, *each)
+                for each in zip(parts, [None] * ranks, [(group,) for group in groups], rows, strict=True)
+            ]
+            found = sum(run.result() for run in runs)
+        padded = " on padded data" if micro.attention_mask is not None else ""
+        if abs(found - loss) > TOLERANCE * abs(loss):
+            what = f"the loss{padded} of a tiny model with experts on {ranks} ranks is {found:.6f}"
+            return Verdict(False, f"{what}; unsplit it is {loss:.6f}")
+        models = [part.pieces[0] for part in parts]
+        wrong = sorted({name for own in models for name in _wrong_experts(own, models, gradients)})
+        if wrong:
+            what = f"gradients{padded} of {len(wrong)} parameters of a tiny model with distributed experts are wrong"
+            return Verdict(False, f"{what}, first {', '.join(wrong[:3])}")
+    return Verdict(True)
+
+
+def _expert_part(tiny: Model, group: ThreadGroup, kind: torch.dtype) -> _Part:
+    weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
+    model = emptied(hollow_model(tiny, SEED))
+    experts = find_experts(unadapted(model, tiny))
+    cut_experts(model, experts, group.index, group.ranks)
+    fill(model, weights)
+    distribute(experts, ThreadExpertGroup(group))
+    return _Part([_finished(model, None, kind)])
+
+
+def _wrong_experts(own: Any, models: Sequence[Any], expected: Gradients) -> list[str]:
+    """Parameters of a rank whose gradients are wrong: those of experts are complete, others summed over ranks."""
+    named = dict(own.named_parameters())
+    every = [dict(model.named_parameters()) for model in models]
+    norm = float(torch.stack([g.norm() for g in expected.values()]).norm())
+    wrong = []
+    for name, gradient in expected.items():
+        parameter = named[name]
+        parts = [parameter.grad] if holds_experts(parameter) else [others[name].grad for others in every]
+        given = [part for part in parts if part is not None]
+        found = torch.stack(given).sum(0) if given else None
+        wrong += [name] if _differs(gradient, layout_of(parameter), found, norm) else []
+    return wrong
 
 
 def _share(model: PreTrainedModel, group: ThreadGroup, ring: ThreadGroup) -> SequenceShare:

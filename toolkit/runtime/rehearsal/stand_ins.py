@@ -175,6 +175,7 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     kernel = fake_device.cpu_attention if spec.backend == "cpu" else fake_device.attention
     for package in ("torch.nn.functional", "toolkit.runtime"):
         _replace(package, "scaled_dot_product_attention", kernel)
+    _replace("toolkit.runtime.mixtures", "exchange_sizes", even_sizes)
     reads.answer_lists()
     reads.answer_packed_question(spec.rows == "packed")
     _weights()
@@ -218,6 +219,14 @@ def shorten_loss(ledger: Ledger) -> None:
 
     module: Any = head_loss
     module._columns = columns
+
+
+def even_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """`exchange_sizes` of experts with even loads; the host waits for the device as in a run."""
+    fake_device.waits.notify("sizes of the exchange of experts")
+    ranks = len(sent)
+    even = [rows // ranks + (place < rows % ranks) for place in range(ranks)]
+    return even, even
 
 
 def _replace(package: str, name: str, value: Any) -> None:

@@ -10,19 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from toolkit.run_dir.router_load import advice, recovered
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.metrics.stragglers import straggler_sentence
 from toolkit.runtime.sinks.wandb_sink import flat
 
 
 class EventSink:
-    """One line for each start, checkpoint, rewind, skipped step, new straggler and end."""
+    """One line for each start, checkpoint, rewind, skipped step, new straggler, collapse of routing and end."""
 
     def __init__(self, path: Path, say: Callable[[str], object] = lambda text: None) -> None:
         self._path, self._say = path, say
         self._file: IO[str] | None = None
         self._last: Record | None = None
         self._late: int | None = None
+        self._collapsed = False
 
     def start(self, info: Mapping[str, Any]) -> None:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
@@ -48,6 +50,7 @@ class EventSink:
             self._write("skipped", record.step, text)
         if record.ranks is not None:
             self._straggler(record)
+        self._routing(record)
         self._last = record
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
@@ -65,6 +68,14 @@ class EventSink:
             self._write("straggler", record.step, text)
             self._say(f"step {record.step}: {text}")
         self._late = rank
+
+    def _routing(self, record: Record) -> None:
+        """Report when routing collapses; once, until it recovers."""
+        text = advice(record.router)
+        if text and not self._collapsed:
+            self._write("routing", record.step, text)
+            self._say(f"step {record.step}: {text}")
+        self._collapsed = bool(text) or (self._collapsed and not recovered(record.router))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         self._write("end", int(summary.get("steps", 0)), f"ended: {summary.get('status')}")

@@ -137,7 +137,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested values under names with slashes, as W&B groups charts."""
     found: dict[str, Any] = {}
     for name, value in values.items():
-        if name == "sample_ids":  # names, not measurements: they are in metrics.jsonl
+        if name in ("sample_ids", "router_load"):  # names, and a table per step: they are in metrics.jsonl
             continue
         if isinstance(value, Mapping):
             found |= flat(value, f"{prefix}{name}/")

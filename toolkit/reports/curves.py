@@ -1,7 +1,8 @@
-"""Live loss curve in a notebook cell, drawn from metrics.jsonl while the workers run."""
+"""Curves: a few points in place of many, and the live loss curve of a notebook cell."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import threading
@@ -9,8 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 WIDTH, HEIGHT = 560, 160
 REFRESH_SECONDS = 0.5
+POINTS = 1200
+"""Largest number of points per curve, about one per pixel."""
 
 
 def in_notebook() -> bool:
@@ -86,3 +91,40 @@ def curve(losses: list[float]) -> str:
     path = " ".join(f"{i * across:.1f},{(high - loss) / span * (HEIGHT - 10) + 5:.1f}" for i, loss in enumerate(points))
     box = f"width='{WIDTH}' height='{HEIGHT}' viewBox='0 0 {WIDTH} {HEIGHT}'"
     return f"<svg {box}><polyline points='{path}' fill='none' stroke='#3b82f6' stroke-width='1.5'/></svg>"
+
+
+def extremes(values: np.ndarray, points: int = POINTS) -> np.ndarray:
+    """Return the indices of the first and last value, and of the extremes of `points / 2` equal intervals."""
+    size = len(values)
+    if size <= points:
+        return np.arange(size)
+    bounds = _bounds(size, points // 2)
+    kept = [0, size - 1]
+    for low, high in itertools.pairwise(bounds.tolist()):
+        interval = values[low:high]
+        known = np.flatnonzero(~np.isnan(interval))
+        if len(known) == 0:
+            kept.append(low)  # an interval without values stays visible as a gap
+            continue
+        kept += [low + known[np.argmin(interval[known])], low + known[np.argmax(interval[known])]]
+        if len(known) < len(interval):
+            kept.append(low + int(np.flatnonzero(np.isnan(interval))[0]))
+    return np.unique(np.array(kept))
+
+
+def means(values: np.ndarray, points: int = POINTS // 4) -> np.ndarray:
+    """Return the means of `points` equal intervals, for stacked charts, in which extremes would distort the sum."""
+    size = len(values)
+    if size <= points:
+        return values
+    known = ~np.isnan(values)
+    starts = _bounds(size, points)[:-1]
+    counts = np.add.reduceat(known.astype(float), starts)
+    sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: np.ndarray = np.where(counts > 0, sums / counts, np.nan)
+    return found
+
+
+def _bounds(size: int, intervals: int) -> np.ndarray:
+    return np.linspace(0, size, intervals + 1).astype(int)

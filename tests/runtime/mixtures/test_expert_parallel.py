@@ -1,0 +1,135 @@
+"""Experts on several ranks, on real processes, against one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.harness.checkpoint_layouts import assert_equal, resume_and_copy
+from tests.conftest import Trainer
+from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, engine_of, model, run
+from toolkit.checkpoints import store
+from toolkit.plans.plan import Plan
+from toolkit.plans.split_verdicts import Axes
+from toolkit.recipe.objective_sections import Router
+from toolkit.recipe.sections import Model
+from toolkit.run_dir.trajectory import Trajectory
+from toolkit.runtime.mixtures import expert_dispatch
+from toolkit.runtime.models.tiny_models import tiny_of_type
+from toolkit.runtime.proofs.split_proof import prove
+from toolkit.runtime.supervision.warm_pool import call_on_ranks
+from toolkit.sessions.parity import largest_difference
+
+EP = Plan(strategy="expert_parallel", dp=2, ep=2, micro_batch=2, precision="fp32")
+BALANCED = replace(SGD, router=Router(loss="sequence", weight=1.0))
+"""Under SGD with a tight clip a wrong norm, scale or router loss moves the next loss."""
+LARGE = {
+    "dp 4, ZeRO 2": replace(EP, dp=4, zero_stage=2, zero_group=4, micro_batch=1),
+    "dp 4, ZeRO 3": replace(EP, dp=4, zero_stage=3, zero_group=4, micro_batch=1),
+    "ep 4": replace(EP, dp=4, ep=4, zero_stage=1, zero_group=4, micro_batch=1),
+    "tensor": replace(EP, tp=2, zero_stage=1, zero_group=2),
+    "tensor, ZeRO 3": replace(EP, tp=2, zero_stage=3, zero_group=2),
+    "pipeline": replace(EP, pp=2, zero_stage=1, zero_group=2, micro_batch=1, grad_accum=2, recompute="full"),
+    "pipeline, ZeRO 0": replace(EP, pp=2, micro_batch=1, grad_accum=2),
+    "sequence": replace(EP, sp=2, zero_stage=1, zero_group=2, micro_batch=1, grad_accum=2),
+}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Trajectory:
+    return run(model("mixtral"), ONE, BALANCED)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_on_two_ranks_are_those_of_one_process(expected: Trajectory, stage: int) -> None:
+    plan = replace(EP, zero_stage=stage, zero_group=1 + (stage > 0), recompute="full" if stage == 2 else "none")
+    assert_same(expected, run(model("mixtral"), plan, BALANCED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LARGE)
+def test_experts_beside_other_axes(expected: Trajectory, layout: str) -> None:
+    assert_same(expected, run(model("mixtral"), LARGE[layout], BALANCED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "granitemoeshared", "nemotron_h"])
+def test_other_mixtures(kind: str) -> None:
+    section = model(kind)
+    assert_same(run(section, ONE, ADAM), run(section, replace(EP, zero_stage=1, zero_group=2), ADAM))
+
+
+def counts_of_rank(section: Model, plan: Plan) -> dict[str, tuple[int, ...]]:
+    engine = engine_of(section, plan, ADAM)
+    module: torch.nn.Module = engine.module  # type: ignore[attr-defined]
+    return {name: tuple(p.shape) for name, p in module.named_parameters() if ".experts." in name}
+
+
+def test_a_rank_holds_only_its_experts() -> None:
+    first, second = call_on_ranks(counts_of_rank, model("mixtral"), EP, nproc=2)
+    assert first == second
+    assert {shape[0] for shape in first.values()} == {2}, "of four experts"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_the_proof_accepts_distributed_experts(kind: str) -> None:
+    assert prove(model(kind), Axes(1, 1, 1, ep=2)).ok
+
+
+def test_the_proof_finds_rows_that_come_back_to_the_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = expert_dispatch._experts_of
+    monkeypatch.setattr(expert_dispatch, "_experts_of", lambda arriving, rows: right(arriving, rows).roll(1, 0))
+    verdict = prove(model("mixtral"), Axes(1, 1, 1, ep=2))
+    assert not verdict.ok
+    assert "experts" in verdict.reason
+
+
+@pytest.mark.parametrize(("kind", "what"), [("llama", "no experts of llama"), ("jetmoe", "no experts of jetmoe")])
+def test_other_forms_are_refused_with_the_reason(kind: str, what: str) -> None:
+    verdict = prove(model(kind), Axes(1, 1, 1, ep=2))
+    assert not verdict.ok
+    assert what in verdict.reason
+
+
+MIXTRAL = {**tiny_of_type("mixtral"), "vocab_size": 264}
+BASE = ("train.steps=8", "checkpoint.every=4", "checkpoint.keep=9")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "experts": (4, ("strategy.name=expert_parallel", "strategy.ep=2", "strategy.zero_stage=0", "strategy.pp=1")),
+    "experts+zero-2": (2, ("strategy.name=expert_parallel", "strategy.ep=2", "strategy.zero_stage=2")),
+    "experts+zero-3": (4, ("strategy.name=expert_parallel", "strategy.ep=2", "strategy.zero_stage=3")),
+    "experts-4": (4, ("strategy.name=expert_parallel", "strategy.ep=4", "strategy.zero_stage=1", "strategy.pp=1")),
+    "experts x pipeline": (
+        4,
+        ("strategy.name=expert_parallel", "strategy.ep=2", "strategy.pp=2", "strategy.zero_stage=1"),
+    ),
+    "data_parallel": (1, ("strategy.name=data_parallel",)),
+    "tensor_parallel": (2, ("strategy.name=tensor_parallel", "strategy.tp=2")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("experts", "experts"),
+        ("experts+zero-2", "experts+zero-2"),
+        ("experts", "data_parallel"),
+        ("data_parallel", "experts+zero-2"),
+        ("experts+zero-2", "tensor_parallel"),
+        ("experts-4", "experts+zero-3"),
+        ("experts+zero-3", "experts x pipeline"),
+        ("experts x pipeline", "data_parallel"),
+    ],
+)
+def test_checkpoints_hold_whole_experts(train: Trainer, tmp_path: Any, first: str, second: str) -> None:
+    config = f"model.config={MIXTRAL}"
+    (nproc, axes), (other_nproc, other_axes) = LAYOUTS[first], LAYOUTS[second]
+    origin = train(*BASE, config, *axes, nproc=nproc, into=tmp_path / "origin")
+    saved = store.path_of(origin.run.checkpoints, 4)
+    resume = (f"checkpoint.resume={saved}",)
+    done = train(*BASE, config, *other_axes, *resume, nproc=other_nproc, enter=resume_and_copy)
+    assert_equal(saved, store.path_of(done.run.path / "reloaded", 4))
+    assert largest_difference(origin.losses[4:], done.losses) <= (0 if first == second else 1e-5)

@@ -1,0 +1,95 @@
+"""How a mixture's routers are balanced: what the recipe says, and otherwise what the model's config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import Problem
+from toolkit.recipe.objective_sections import Router
+
+WEIGHT_KEYS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha", "moe_loss_weight")
+"""Keys of Hugging Face configs for the weight of a balancing loss."""
+Z_KEYS = ("router_z_loss_coef", "router_z_loss_weight")
+WEIGHT = 1e-3
+"""Weight where neither recipe nor config gives one: the default of most configs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Resolved settings; the default leaves routers alone."""
+
+    loss: str = "none"
+    """`none`, `sequence` or `micro_batch`."""
+    weight: float = 0.0
+    """Factor of the balancing loss, 0 without one."""
+    z_loss: float = 0.0
+    """Factor of the mean squared log-sum-exp of the router's logits."""
+    bias_update: float = 0.0
+    """Step of the experts' biases after every update."""
+    asked: float = 0.0
+    """Weight that the config asks for."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether routers get gradients besides those of the cross-entropy."""
+        return self.weight > 0 or self.z_loss > 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything moves routers besides the cross-entropy."""
+        return self.has_loss or self.bias_update > 0
+
+
+def balance_of(section: Router | None, config: Mapping[str, Any]) -> Balance:
+    """Settings of a recipe, completed by a model's config as it is written; a type's defaults do not count."""
+    given = section or Router()
+    asked = _first(config, WEIGHT_KEYS)
+    if not asked and config.get("output_router_logits") is True:
+        asked = WEIGHT
+    z_loss = _first(config, Z_KEYS) if given.z_loss is None else given.z_loss
+    loss = given.loss or ("sequence" if asked or given.weight else "none")
+    weight = 0.0 if loss == "none" else given.weight or asked or WEIGHT
+    return Balance(loss=loss, weight=weight, z_loss=z_loss, bias_update=given.bias_update or 0.0, asked=asked)
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> float:
+    text = config.get("text_config")
+    found = [section.get(key) for section in (config, text) if isinstance(section, Mapping) for key in keys]
+    numbers = [float(value) for value in found if isinstance(value, int | float) and not isinstance(value, bool)]
+    return next((value for value in numbers if value > 0), 0.0)
+
+
+def balance_problems(
+    section: Router | None, config: Mapping[str, Any], experts: int, precision: str
+) -> Iterator[Problem]:
+    """Settings for a dense model, and what fp16 can't do."""
+    balance = balance_of(section, config)
+    if config.get("output_router_logits") is True and not experts:
+        what = "true given, but the model is dense and has no router losses; set it to false"
+        yield Problem("model.config.output_router_logits", what)
+    if section is not None and not experts:
+        yield Problem("train.router", "given, but the model has no experts: it is dense; remove this key")
+    elif experts and balance.has_loss and precision == "fp16":
+        what = f"fp16 given with a router loss ({balance.loss}): its gradients do not follow fp16's loss scale"
+        yield Problem("model.precision", f"{what}; use bf16, or train.router: {{loss: none, z_loss: 0}}")
+
+
+def balance_lines(balance: Balance) -> Iterator[str]:
+    """What users should know about the balancing of a mixture, a sentence each."""
+    if balance.loss == "sequence":
+        yield (
+            f"routers are balanced by the loss of every sequence (train.router: sequence, weight {balance.weight:g}): "
+            "the same under every split"
+        )
+    if balance.loss == "micro_batch":
+        yield (
+            f"train.router.loss micro_batch (weight {balance.weight:g}) is transformers' own definition: the result "
+            "depends on micro_batch; sequence does not"
+        )
+    if balance.loss == "none" and balance.asked and not balance.bias_update:
+        yield (
+            f"the model's config asks for a router loss of weight {balance.asked:g}, and train.router.loss is none: "
+            "tokens may collapse onto a few experts"
+        )
