@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -40,14 +40,7 @@ class Mesh:
         stages = [[at(p, d, s, t) for t in tensors] for p in pipes for d in datas for s in sequences]
         data = [[at(p, d, s, t) for d in datas for s in sequences] for p in pipes for t in tensors]
         replicas = [[at(p, d, s, t) for p in pipes for t in tensors] for d in datas for s in sequences]
-        rings = [
-            [at(p, d, c * plan.sp + u, t) for c in range(plan.cp)]
-            for p in pipes for d in datas for u in range(plan.sp) for t in tensors
-        ]  # fmt: skip
-        exchanges = [
-            [at(p, d, c * plan.sp + u, t) for u in range(plan.sp)]
-            for p in pipes for d in datas for c in range(plan.cp) for t in tensors
-        ]  # fmt: skip
+        rings, exchanges = _sequence_groups(plan, at)
         data = [[first + rank for rank in ranks] for first in range(0, size, island_size) for ranks in data]
         stages = stages if plan.islands == 1 else [[rank] for rank in range(size)]
         replicas = replicas if plan.islands == 1 else [[rank] for rank in range(size)]
@@ -125,6 +118,20 @@ class Mesh:
             return None
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
+
+
+def _sequence_groups(plan: Plan, at: Callable[[int, int, int, int], int]) -> tuple[list[list[int]], list[list[int]]]:
+    """(rings, groups that exchange tokens for heads). `at`: rank by stage, replica, sequence and tensor index."""
+    pipes, datas, tensors = map(range, (plan.pp, plan.dp, plan.tp))
+    rings = [
+        [at(p, d, c * plan.sp + u, t) for c in range(plan.cp)]
+        for p in pipes for d in datas for u in range(plan.sp) for t in tensors
+    ]  # fmt: skip
+    exchanges = [
+        [at(p, d, c * plan.sp + u, t) for u in range(plan.sp)]
+        for p in pipes for d in datas for c in range(plan.cp) for t in tensors
+    ]  # fmt: skip
+    return rings, exchanges
 
 
 class TensorUnit:
