@@ -68,12 +68,18 @@ DENSE = (
     Sane("llama-3.1-8b", H100, 8, 512, 8192, {"zero_stage": 2}, "64 devices: replicas; gradients hide in the batch"),
     Sane("llama-2-13b", A100, 1, 64, 4096, {"zero_stage": 3}, "13B: ZeRO 3 inside a node costs little"),
     Sane(
-        "llama-2-13b", A100_40, 1, 64, 2048, {"zero_stage": 3, "recompute": "offload"}, "states alone are 26 of 40 GB"
+        "llama-2-13b",
+        A100_40,
+        1,
+        64,
+        2048,
+        {"tp": 4, "pp": 2},
+        "states alone are 26 of 40 GB: cut them once, inside NVLink",
     ),
     Sane("qwen3-32b", H100, 4, 256, 4096, {"zero_stage": 3}, "32 devices hold 512 GB of states; ZeRO 3 over fast NICs"),
     Sane("llama-3.1-70b", H100, 8, 512, 4096, {"zero_stage": 3, "tp": 1}, "70B on 64 H100: ZeRO 3 with a large batch"),
     Sane("llama-3.1-70b", A100, 16, 1024, 4096, {"zero_stage": 3, "tp": 1}, "128 A100 with 200 Gbit/s each: the same"),
-    Sane("llama-3.1-405b", H100, 2048, 2048, 8192, {"tp": 16}, "fewer sequences than devices: 1F1B of 8 stages"),
+    Sane("llama-3.1-405b", H100, 2048, 2048, 8192, {"tp": 8, "pp": 16}, "the axes that Meta has published"),
     Sane("gpt2-xl", A100, 1, 256, 1024, {"zero_stage": 1}, "1.5B: replicas"),
     Sane("gpt2", A100, 1, 512, 1024, {"tp": 1, "pp": 1}, "124M: any split would only add traffic"),
     Sane("gemma-2-9b", "H200-SXM", 1, 128, 4096, {"zero_stage": 2}, "141 GB: room for the logits of 256,000 rows"),
@@ -109,7 +115,7 @@ OTHERS = (
         "two sites: stages meet once",
         machines=SITES,
     ),
-    Sane("gpt-oss-20b", H100, 2, 256, 4096, {"zero_stage": 3}, "21B of experts over 16 devices"),
+    Sane("gpt-oss-20b", H100, 2, 256, 4096, {"ep": 8, "zero_stage": 1}, "21B of experts over a node"),
 )
 SANE = (*DENSE, *OTHERS)
 

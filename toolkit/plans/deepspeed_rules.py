@@ -428,7 +428,7 @@ def _can_overlap(plan: Plan) -> bool:
 
 
 def _only_replicas(plan: Plan) -> bool:
-    return plan.zero_stage == 0 and plan.tp * plan.pp * plan.sp * plan.ep * plan.islands == 1
+    return plan.zero_stage == 0 and plan.tp * plan.pp * plan.token_parts * plan.ep * plan.islands == 1
 
 
 def _applies(rule: Rule, version: Version) -> bool:

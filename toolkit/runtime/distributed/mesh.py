@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed.comm as dist
@@ -40,14 +40,7 @@ class Mesh:
         stages = [[at(p, d, s, t) for t in tensors] for p in pipes for d in datas for s in sequences]
         data = [[at(p, d, s, t) for d in datas for s in sequences] for p in pipes for t in tensors]
         replicas = [[at(p, d, s, t) for p in pipes for t in tensors] for d in datas for s in sequences]
-        rings = [
-            [at(p, d, c * plan.sp + u, t) for c in range(plan.cp)]
-            for p in pipes for d in datas for u in range(plan.sp) for t in tensors
-        ]  # fmt: skip
-        exchanges = [
-            [at(p, d, c * plan.sp + u, t) for u in range(plan.sp)]
-            for p in pipes for d in datas for c in range(plan.cp) for t in tensors
-        ]  # fmt: skip
+        rings, exchanges = _sequence_groups(plan, at)
         data = [[first + rank for rank in ranks] for first in range(0, size, island_size) for ranks in data]
         stages = stages if plan.islands == 1 else [[rank] for rank in range(size)]
         replicas = replicas if plan.islands == 1 else [[rank] for rank in range(size)]
@@ -68,14 +61,14 @@ class Mesh:
         self.replica_group = self._own(replicas)
         """Ranks that hold one replica together."""
         self.data_ranks = next(ranks for ranks in data if rank in ranks)
-        firsts, holders = (range(0, plan.dp, plan.ep), range(plan.ep)) if plan.ep > 1 else ((), ())
+        firsts = range(0, plan.dp, plan.ep) if plan.ep > 1 else ()
         experts = [
-            [at(p, d, s, t) for d in range(first, first + plan.ep)]
+            [at(p, first + place, s, t) for place in range(plan.ep)]
             for p in pipes for s in sequences for t in tensors for first in firsts
         ]  # fmt: skip
         same = [  # sequence ranks see different tokens: gradients of experts are summed over them, too
-            [at(p, d, s, t) for d in range(holder, plan.dp, plan.ep) for s in sequences]
-            for p in pipes for t in tensors for holder in holders
+            [at(p, d, s, t) for d in range(place, plan.dp, plan.ep) for s in sequences]
+            for p in pipes for t in tensors for place in (range(plan.ep) if plan.ep > 1 else ())
         ]  # fmt: skip
         self.expert_group, self.expert_ranks = self._made(experts)
         """Ranks that hold the experts of a layer together, and their numbers."""
@@ -128,6 +121,20 @@ class Mesh:
             return None
         made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
         return next(group for ranks, group in made if self.rank in ranks)
+
+
+def _sequence_groups(plan: Plan, at: Callable[[int, int, int, int], int]) -> tuple[list[list[int]], list[list[int]]]:
+    """(rings, groups that exchange tokens for heads). `at`: rank by stage, replica, sequence and tensor index."""
+    pipes, datas, tensors = map(range, (plan.pp, plan.dp, plan.tp))
+    rings = [
+        [at(p, d, c * plan.sp + u, t) for c in range(plan.cp)]
+        for p in pipes for d in datas for u in range(plan.sp) for t in tensors
+    ]  # fmt: skip
+    exchanges = [
+        [at(p, d, c * plan.sp + u, t) for u in range(plan.sp)]
+        for p in pipes for d in datas for c in range(plan.cp) for t in tensors
+    ]  # fmt: skip
+    return rings, exchanges
 
 
 class TensorUnit:

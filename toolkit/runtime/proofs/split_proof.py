@@ -101,7 +101,7 @@ def prove(section: Model, axes: Axes) -> Verdict:
     try:
         if axes.ep > 1 and not (verdict := _compare_experts(tiny, axes.ep, kind, expected)).ok:
             return verdict
-        return _compare(tiny, axes, kind, expected) if axes.tp * axes.pp * axes.sp > 1 else Verdict(True)
+        return _compare(tiny, axes, kind, expected) if axes.tp * axes.pp * axes.sp * axes.cp > 1 else Verdict(True)
     except (SplitRefused, SequenceRefused, ExpertsRefused) as error:
         return Verdict(False, first_line(error))
     except Exception as error:
