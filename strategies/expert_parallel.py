@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from strategies.legal import expert_sizes, pipeline_sizes, sequence_sizes, tensor_sizes
-from toolkit.plans import deepspeed_rules
+from toolkit.plans.pipeline_orders import pipeline_zero_stages
 from toolkit.plans.plan import Job, Refusal
 
 
@@ -44,7 +44,7 @@ class ExpertParallel:
             replicas, left = divmod(job.cluster.devices, pp * inner)
             if left or replicas % ep:
                 continue
-            zero = deepspeed_rules.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            zero = pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
             space = Space(ep=(ep,), pp=(pp,), tp=tensor or (1,), sp=tokens or (1,), zero_stage=zero)
             yield from plans(self.name, job, space)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from strategies.legal import offloads, pipeline_sizes, ring_sizes, schedules, sequence_sizes, tensor_sizes, token_shares
-from toolkit.plans import deepspeed_rules
+from toolkit.plans.pipeline_orders import pipeline_zero_stages
 from toolkit.plans.plan import Job, Refusal
 
 WIDEST = 64
@@ -75,4 +75,4 @@ def _is_hybrid(job: Job, tp: int, pp: int, parts: int) -> bool:
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:
     """ZeRO stages to try: in a pipeline those that it supports, unless the recipe fixes one."""
-    return deepspeed_rules.pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+    return pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

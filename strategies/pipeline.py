@@ -9,7 +9,7 @@ from typing import Any
 
 from strategies.base import Proposal, Space, plans
 from strategies.legal import offloads, pipeline_sizes, schedules
-from toolkit.plans import deepspeed_rules
+from toolkit.plans.pipeline_orders import pipeline_zero_stages
 from toolkit.plans.plan import Job, Refusal
 
 
@@ -41,7 +41,7 @@ class Pipeline:
             if isinstance(pp, Refusal):
                 yield pp
                 continue
-            stages = deepspeed_rules.pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            stages = pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
             for order in schedules(job, pp):
                 yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages, offload=offloads(job), **order))
 

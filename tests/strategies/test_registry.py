@@ -13,6 +13,7 @@ from strategies.base import divisors
 from toolkit.plans import deepspeed_rules
 from toolkit.plans.job import make_job
 from toolkit.plans.plan import Job, Plan, Refusal
+from toolkit.plans.versions import parse_version
 from toolkit.recipe.file import make_recipe
 
 
@@ -100,8 +101,8 @@ def test_mics_runs_where_the_version_has_it() -> None:
 
 
 def test_versions_compare_as_numbers() -> None:
-    assert deepspeed_rules.parse_version("0.19.10+cu130") > deepspeed_rules.parse_version("0.19.8")
-    assert deepspeed_rules.parse_version("0.20") > deepspeed_rules.parse_version("0.19.10")
+    assert parse_version("0.19.10+cu130") > parse_version("0.19.8")
+    assert parse_version("0.20") > parse_version("0.19.10")
 
 
 def test_divisors() -> None:

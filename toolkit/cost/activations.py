@@ -352,3 +352,13 @@ def _tails(e: Execution) -> tuple[float, float]:
     """
     at_norm = last_norm_bytes(e, LAST_NORM_LIVE) + (head_gradient_bytes(e) if loss_in_blocks(e) else 0.0)
     return logit_bytes(e) + last_norm_bytes(e, LAST_NORM_KEPT), at_norm if e.pp == 1 else 0.0
+
+
+def put_off_bytes(e: Execution, layers: int) -> float:
+    """Gradients of the outputs of one chunk's linear layers, which wait for the gradients of their weights (a V)."""
+    if not e.folded:
+        return 0.0
+    model = e.model
+    attention = (model.heads + 2 * model.kv_heads) * model.head_dim + model.hidden
+    width = attention + (2 if model.gated_mlp else 1) * model.ffn + model.hidden
+    return e.element_bytes * e.slice.tokens * width * layers / e.chunks

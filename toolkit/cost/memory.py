@@ -17,6 +17,7 @@ from toolkit.cost.activations import (
     logit_bytes,
     loss_in_blocks,
     peak_bytes,
+    put_off_bytes,
     reduced_bytes,
     whole_tokens_bytes,
 )
@@ -74,7 +75,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     }
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += exchange_bytes(e, params)
-    kept = kept_bytes(e, _layers(e, index), _in_flight(e, index)) + _put_off_bytes(e, _layers(e, index))
+    kept = kept_bytes(e, _layers(e, index), _in_flight(e, index)) + put_off_bytes(e, _layers(e, index))
     if e.drops_gradients and e.cluster.device.backend != "cpu":
         peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
         parts |= peak
@@ -290,16 +291,6 @@ def _in_flight(e: Execution, index: int) -> float:
     per_round = e.grad_accum // max(1, e.grad_accum // e.pp)
     ahead = (e.chunks - 1) * per_round + 2 * (e.pp - 1 - index) + 1
     return min(e.grad_accum * e.chunks, ahead) / e.chunks
-
-
-def _put_off_bytes(e: Execution, layers: int) -> float:
-    """Gradients of the outputs of one chunk's linear layers, which wait for the gradients of their weights (a V)."""
-    if not e.folded:
-        return 0.0
-    model = e.model
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim + model.hidden
-    width = attention + (2 if model.gated_mlp else 1) * model.ffn + model.hidden
-    return e.element_bytes * e.slice.tokens * width * layers / e.chunks
 
 
 def _largest_layer(e: Execution) -> float:

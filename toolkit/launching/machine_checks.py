@@ -18,7 +18,7 @@ from typing import Literal
 from toolkit.launching.environment import ONEDNN_ISA, broken_tiles, has_wandb_key, read_cpuinfo
 from toolkit.launching.launchers import import_path
 from toolkit.launching.private_network import private_network
-from toolkit.plans.deepspeed_rules import parse_version
+from toolkit.plans.versions import parse_version
 from toolkit.units import GB, KIB
 
 FULL_BYTES = 64 * KIB

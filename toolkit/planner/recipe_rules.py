@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from toolkit.plans.deepspeed_rules import UNKEEPABLE, unkeepable
 from toolkit.plans.noise_scale import tells_noise
-from toolkit.plans.plan import Plan, Refusal
+from toolkit.plans.plan import UNKEEPABLE, Plan, Refusal, unkeepable
 from toolkit.recipe.sections import Recipe
 
 

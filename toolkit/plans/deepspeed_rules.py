@@ -6,17 +6,15 @@ A limit of a newer DeepSpeed is a new row; a limit that it lifts is a row's `unt
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.errors import Problem
 from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.plan import Job, Plan
+from toolkit.plans.versions import Version, deepspeed_version, is_within
 from toolkit.recipe.batch_sections import Reduce
 
-Version = tuple[int, ...]
 NCCL = ("ring", "tree")
 """All-reduce algorithms that NCCL offers."""
 LAYER_WISE = ("lamb", "lars")
@@ -354,22 +352,10 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-REFERENCE_VERSION: Version = (0, 19, 8)
-"""Version to assume where DeepSpeed is not installed, e.g. on a laptop that only plans."""
-
-
-UNKEEPABLE = "AutoTP does not report which slice of a parameter a rank holds, so checkpoints can't be written"
-"""Why a plan with AutoTP can't be saved."""
-
 
 def limits() -> list[tuple[str, str]]:
     """Combinations of model parallelism that are refused, with the reason: the table in the docs."""
     return [(rule.limits, rule.reason) for rule in RULES if rule.limits]
-
-
-def unkeepable(plan: Plan) -> str:
-    """Why checkpoints of a plan can't be written; empty if they can."""
-    return UNKEEPABLE if plan.tensor_by == "autotp" else ""
 
 
 def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
@@ -383,34 +369,14 @@ def refusal(plan: Plan, job: Job, version: Version | None = None) -> str | None:
 @functools.cache
 def _rules_of(version: Version) -> tuple[Rule, ...]:
     """The rules of one version; parsing the versions again for every plan would take most of the search."""
-    return tuple(rule for rule in RULES if _applies(rule, version))
+    return tuple(rule for rule in RULES if is_within(version, rule.since, rule.until))
 
 
 def job_problems(job: Job, version: Version | None = None) -> list[Problem]:
     """Recipe keys that this DeepSpeed can run under no plan."""
     version, any_plan = version or deepspeed_version(), Plan(strategy="any", precision=job.workload.precision)
-    found = [rule for rule in RULES if rule.key and _applies(rule, version)]
+    found = [rule for rule in RULES if rule.key and is_within(version, rule.since, rule.until)]
     return [Problem(rule.key, rule.reason) for rule in found if rule.forbids(any_plan, job)]
-
-
-def pipeline_zero_stages() -> tuple[int, ...]:
-    """ZeRO stages that DeepSpeed's pipeline engine supports."""
-    return (0, 1)
-
-
-@functools.cache
-def deepspeed_version() -> Version:
-    """The installed DeepSpeed's version, read without importing it."""
-    try:
-        return parse_version(importlib.metadata.version("deepspeed"))
-    except importlib.metadata.PackageNotFoundError:
-        return REFERENCE_VERSION
-
-
-def parse_version(text: str) -> Version:
-    """`0.19.8+cpu` → (0, 19, 8)."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else REFERENCE_VERSION
 
 
 def _splits(plan: Plan) -> bool:
@@ -429,7 +395,3 @@ def _can_overlap(plan: Plan) -> bool:
 
 def _only_replicas(plan: Plan) -> bool:
     return plan.zero_stage == 0 and plan.tp * plan.pp * plan.token_parts * plan.ep * plan.islands == 1
-
-
-def _applies(rule: Rule, version: Version) -> bool:
-    return parse_version(rule.since) <= version and (not rule.until or version < parse_version(rule.until))

@@ -233,3 +233,8 @@ def _v_order(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
         while done[Kind.WEIGHT, stage] < done[Kind.INPUT, stage]:
             add(Kind.WEIGHT, stage)
     return iter([action for action in order if action.micro < micro_batches])
+
+
+def pipeline_zero_stages() -> tuple[int, ...]:
+    """ZeRO stages that DeepSpeed's pipeline engine supports."""
+    return (0, 1)

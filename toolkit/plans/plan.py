@@ -185,3 +185,11 @@ BLOCK = 2048
 """Elements that share one scale in 1-bit compression: few enough that large values do not swamp small ones."""
 ONE_BIT_BYTES = 1 / 8 + 4 / BLOCK
 """Bytes per element in 1-bit compression: its sign, and its part of an fp32 scale."""
+
+UNKEEPABLE = "AutoTP does not report which slice of a parameter a rank holds, so checkpoints can't be written"
+"""Why a plan with AutoTP can't be saved."""
+
+
+def unkeepable(plan: Plan) -> str:
+    """Why checkpoints of a plan can't be written; empty if they can."""
+    return UNKEEPABLE if plan.tensor_by == "autotp" else ""

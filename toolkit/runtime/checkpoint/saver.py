@@ -34,8 +34,7 @@ from toolkit.checkpoints.format import (
     versions,
 )
 from toolkit.errors import BadInput, CheckpointFailed
-from toolkit.plans.deepspeed_rules import unkeepable
-from toolkit.plans.plan import Plan
+from toolkit.plans.plan import Plan, unkeepable
 from toolkit.recipe.file import dump_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint import safetensors_writer
