@@ -63,6 +63,13 @@ def test_tensor_shards_inside_interleaved_stages() -> None:
 
 
 @pytest.mark.slow
+def test_token_shares_inside_interleaved_stages() -> None:
+    section = model("llama")
+    plan = replace(LOOPED, strategy="hybrid", tp=2, zero_stage=1, sequence_sharded=True)
+    assert_same(run(section, ONE, SGD), run(section, plan, SGD), loss=1e-6, norm=2e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_adapters(name: str) -> None:
     section = replace(model("llama"), lora=Lora(rank=4, alpha=8))
