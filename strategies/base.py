@@ -93,24 +93,24 @@ DENSE = 16
 """Every micro-batch up to this one is tried."""
 SPARSE = 1.9
 """Beyond it, a micro-batch is tried only if it is this many times the one before: they hardly differ in speed."""
-LARGEST = 65536
-"""Largest micro-batch that is tried unless the recipe fixes one."""
+LARGEST_TOKENS = 2**20
+"""Tokens of the largest micro-batch beyond `DENSE` that is tried unless the recipe fixes one: no device gets faster."""
 
 
-def micro_batches(share: int, fixed: Mapping[str, Any]) -> list[int]:
+def micro_batches(share: int, seq_len: int, fixed: Mapping[str, Any]) -> list[int]:
     """Micro-batches to try for `share` sequences per replica; few, however many divisors there are."""
     if "grad_accum" in fixed and share % fixed["grad_accum"] == 0:
         return [share // fixed["grad_accum"]]
     if "micro_batch" in fixed:
         return [fixed["micro_batch"]] if share % fixed["micro_batch"] == 0 else []
-    return _usual_micro_batches(share)
+    return _usual_micro_batches(share, LARGEST_TOKENS // seq_len)
 
 
 @lru_cache(maxsize=1024)
-def _usual_micro_batches(share: int) -> list[int]:
+def _usual_micro_batches(share: int, largest: int) -> list[int]:
     kept: list[int] = []
     for size in divisors(share):
-        if size <= DENSE or LARGEST >= size >= SPARSE * kept[-1]:
+        if size <= DENSE or largest >= size >= SPARSE * kept[-1]:
             kept.append(size)
     return kept
 
@@ -150,12 +150,13 @@ def _with_batches(strategy: str, job: Job, axes: Mapping[str, Any]) -> Iterator[
     bounds = _bounds(job, axes["pp"], axes["schedule"], axes["chunks"])
     order = axes["schedule"], axes["pp"]
     judged: dict[tuple[int, bool], str | None] = {}
-    for micro_batch, group in itertools.product(micro_batches(share, job.fixed), _groups(job, dp, axes)):
+    sizes = micro_batches(share, job.workload.seq_len, job.fixed)
+    for micro_batch, group in itertools.product(sizes, _groups(job, dp, axes)):
         batches: dict[str, Any] = {"micro_batch": micro_batch, "grad_accum": share // micro_batch}
         like = group, share > micro_batch
         if judged.get(like) or any(job.fixed.get(name, value) != value for name, value in batches.items()):
             continue
-        if problem := micro_batches_problem(*order, share // micro_batch):
+        if order[0] != "1f1b" and (problem := micro_batches_problem(*order, share // micro_batch)):
             if micro_batch == 1 or job.fixed.keys() & batches.keys():
                 yield Refusal(strategy, problem)
             continue
