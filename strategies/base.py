@@ -89,7 +89,7 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-DENSE = 16
+DENSE = 8
 """Every micro-batch up to this one is tried."""
 SPARSE = 1.9
 """Beyond it, a micro-batch is tried only if it is this many times the one before: they hardly differ in speed."""

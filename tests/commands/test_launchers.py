@@ -82,7 +82,8 @@ def test_workers_that_people_start_have_the_proof_of_a_split(
     if planted:
         recipe = load_recipe(workspace / "recipe.yaml")
         kept = Proofs(proofs)
-        kept.put(raw_config(recipe.model), recipe.model, Axes(2, 1, 1), Verdict(False, planted))
+        for axes_of_proof in (Axes(2, 1, 1), Axes(2, 1, 1, sequence_sharded=True)):
+            kept.put(raw_config(recipe.model), recipe.model, axes_of_proof, Verdict(False, planted))
     command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "toolkit.worker", "recipe.yaml"]
     env = launching_page.environment() | {"HOME": str(tmp_path)}
     done = subprocess.run(

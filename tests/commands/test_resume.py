@@ -151,7 +151,17 @@ def test_restarts_resume_and_then_use_fewer_processes(
     recipe: Path, tmp_path: Path, attempts: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plans = attempts(dies_in_company)
-    argv = ["train", str(recipe), *SAVE, "--nproc", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts"]
+    argv = [
+        "train",
+        str(recipe),
+        *SAVE,
+        "strategy.name=data_parallel",
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--max-restarts",
+    ]
     assert cli.main([*argv, "1"]) == 4
     assert [plan["dp"] for plan in plans] == [2, 2]
     assert "restarting from step 2 with 2 processes; restarts left: 0" in capsys.readouterr().out

@@ -61,6 +61,7 @@ def test_losses_of_our_own_trainer(train: Trainer, case: str) -> None:
 def test_what_they_can_not_do_is_refused(
     recipe_mapping: dict[str, Any], give: Callable[[api.Planned], Any], override: str, words: str
 ) -> None:
+    recipe_mapping["strategy"] = {"name": "data_parallel"}  # unless the override asks for another one
     with pytest.raises(BadInput, match=words):
         give(api.plan(recipe_mapping, override, nproc=2))
 

@@ -53,4 +53,4 @@ def test_plans_that_cannot_start_small_are_refused() -> None:
     assert all(4 % (option.plan.micro_batch * option.plan.dp) == 0 for option in found.ranked)
     reasons = " ".join(refusal.reason for refusal in found.refused)
     assert "must be a multiple of micro_batch" in reasons
-    assert "which pipelines and offload fix" in reasons
+    assert "offload fixes at the start" in reasons

@@ -54,6 +54,13 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         asks=lambda recipe: recipe.model.task == "seq2seq",
+        forbids=lambda recipe, plan: plan.sequence_sharded,
+        reason="decoder layers read the encoder's complete output, which shares of tokens cut; "
+        "use strategy.sequence_sharded=false",
+        limits="shares of tokens of an encoder-decoder",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.model.task == "seq2seq",
         forbids=lambda recipe, plan: plan.pp > 1,
         reason="every decoder layer reads the encoder's output: each stage would compute the whole encoder",
         limits="pipeline of an encoder-decoder",

@@ -46,7 +46,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
             balance=balance_of(recipe.train.router, config),
         ),
-        fixed=recipe.strategy.fixed(),
+        fixed=_fixed(recipe),
     )
     problems = [*_problems(job), *_schedule_problems(job, recipe.strategy.name), *_kernel_problems(recipe.model, job)]
     problems += job_problems(job)
@@ -105,6 +105,12 @@ def _expert_problems(job: Job) -> Iterator[Problem]:
         fitting = [size for size in range(2, experts + 1) if experts % size == 0 and job.cluster.devices % size == 0]
         advice = f"use {', '.join(map(str, fitting))}" if fitting else "remove it"
         yield Problem("strategy.ep", f"{ep} given; it must divide the {experts} experts; {advice}")
+
+
+def _fixed(recipe: Recipe) -> dict[str, Any]:
+    """Axes that the recipe fixes. Decoder layers read the encoder's complete output: no shares of tokens there."""
+    whole = {"sequence_sharded": False} if recipe.model.task == "seq2seq" else {}
+    return {**whole, **recipe.strategy.fixed()}
 
 
 def _schedule_problems(job: Job, strategy: str) -> list[Problem]:

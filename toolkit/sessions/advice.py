@@ -64,8 +64,11 @@ def advise(recipe: Recipe, job: Job, decision: Decision) -> Advice | None:
 
 
 def _best(recipe: Recipe, job: Job, chosen: Option | None) -> Option | None:
-    """The best plan of a changed job, with the axes of the chosen plan where there is one."""
-    names = [chosen.plan.strategy] if chosen else ["zero", "hybrid"]
+    """The best plan of a changed job, with the axes of the chosen plan where there is one.
+
+    Where nothing fits, ZeRO is asked: it shards everything, and its search takes a fraction of that of hybrids.
+    """
+    names = [chosen.plan.strategy] if chosen else ["zero"]
     if chosen is not None:
         axes = {axis: getattr(chosen.plan, axis) for axis in ("tp", "pp", "sp", "cp", "ep")}
         job = replace(job, fixed={**axes, **job.fixed})
