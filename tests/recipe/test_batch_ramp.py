@@ -53,4 +53,6 @@ def test_plans_that_cannot_start_small_are_refused() -> None:
     assert all(4 % (option.plan.micro_batch * option.plan.dp) == 0 for option in found.ranked)
     reasons = " ".join(refusal.reason for refusal in found.refused)
     assert "must be a multiple of micro_batch" in reasons
-    assert "offload fixes at the start" in reasons
+    offloaded = resolve(recipe("train.batch_ramp={start: 4, stage_steps: 2}", "strategy={name: zero, offload: cpu}"), 2)
+    assert offloaded.decision.chosen is None
+    assert any("offload fixes at the start" in refusal.reason for refusal in offloaded.decision.refused)
