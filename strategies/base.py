@@ -93,7 +93,7 @@ DENSE = 8
 """Every micro-batch up to this one is tried."""
 SPARSE = 1.9
 """Beyond it, a micro-batch is tried only if it is this many times the one before: they hardly differ in speed."""
-LARGEST_TOKENS = 2**20
+LARGEST_TOKENS = 2**18
 """Tokens of the largest micro-batch beyond `DENSE` that is tried unless the recipe fixes one: no device gets faster."""
 
 
