@@ -62,11 +62,6 @@ class UpdateStore:
         self.number, self.first, self.exists = self._store.number, self._store.first, self._store.exists
         self.write, self.read = self._store.write, self._store.read
 
-    @property
-    def rejected(self) -> int:
-        """Values that this connection has met and that the holders of the secret had not written."""
-        return sum(self._store.rejected.values())
-
     def beat(self, island: int) -> int:
         """Newest heartbeat of an island: a number that grows while it lives; 0 before its first."""
         return int(self.read(f"beat/{island}", 0))
