@@ -9,12 +9,15 @@ from toolkit.recipe.axes import Offload, PipelineSchedule, Recompute, TensorBy, 
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
 from toolkit.recipe.objective_sections import Objective, Preference, Router
+from toolkit.recipe.optimizer_sections import Ema, Muon
 from toolkit.recipe.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Format = Literal["text", "instruction", "chat", "preference", "classification", "image-classification", "seq2seq"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
-OptimizerName = Literal["adamw", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+OptimizerName = Literal[
+    "adamw", "muon", "adopt", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +139,24 @@ class Train:
     """Passes over the data; or set `steps`."""
     objective: Objective | None = None
     """What is minimised instead of the cross-entropy, for `data.format: preference`; see docs/finetuning.md."""
+    label_smoothing: float = number(0.0, least=0, most=0.5)
+    """Share of every label that is spread evenly over the vocabulary or the classes; evaluations report plain
+    cross-entropy."""
     preference: Preference | None = None
     """Settings of the objective."""
     router: Router | None = None
     """How the routers of a mixture of experts are kept balanced; default: as the model's config asks."""
     optimizer: OptimizerName = "adamw"
-    """Update rule. `lamb` and `lars` scale each layer's update by its norms; `lars` takes its momentum from `betas`."""
+    """Update rule. `muon` makes updates of matrices orthogonal; AdamW updates the rest. `adopt`
+    is Adam with a second moment that is one step older, which converges with any `betas`. `lamb` and `lars` scale each
+    layer's update by its norms; `lars` takes its momentum from `betas`. See docs/optimizers.md."""
+    muon: Muon | None = None
+    """Settings of `muon`."""
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How `adamw` and `lion` store their moments: `8bit` with a scale per block of 256, a quarter of the bytes; `bf16`
+    with stochastic rounding, half of them. Master weights stay fp32."""
+    ema: Ema | None = None
+    """Keep a moving average of the weights, which evaluations and exports use; default: none."""
     freeze_steps: int | None = number(None, least=1)
     """Steps before `onebit_adam` compresses (required by it); best longer than the learning-rate warm-up."""
     lr: float = number(3e-4, above=0)

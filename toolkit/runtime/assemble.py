@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
@@ -36,6 +37,8 @@ from toolkit.runtime.data.streaming import Streamed
 from toolkit.runtime.distributed.process_group import World, host_group
 from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
+from toolkit.runtime.engine.training_state import DeepSpeedState
+from toolkit.runtime.engine.weight_average import averaged
 from toolkit.runtime.evaluate import Evaluator
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
 from toolkit.runtime.loop import Loop, Position, RemainingSteps, StepSource
@@ -281,9 +284,19 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
         classes="classification" in recipe.data.format,
         tick=lambda: heartbeat.move(phase="evaluating"),
         log=recorder.evaluated,
+        weights=_evaluated_weights(recipe, parts.engine),
     )
     evaluator.resume_at(parts.position.step)
     return evaluator
+
+
+def _evaluated_weights(recipe: Recipe, engine: Engine) -> Callable[[], AbstractContextManager[None]]:
+    """The weights that evaluations use: their average if the recipe asks for it."""
+    state = engine.state
+    if recipe.train.ema is None or not recipe.train.ema.evaluate:
+        return nullcontext
+    assert isinstance(state, DeepSpeedState), "islands keep no average"
+    return partial(averaged, state)
 
 
 def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator[AfterStep]:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Evaluator:
     """Called after every batch: a long evaluation is not a hang."""
     log: Callable[[dict[str, Any]], object] = bool
     """Called with every evaluation."""
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context with the weights that are evaluated: the last ones, or their average."""
     last: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
 
@@ -52,7 +55,8 @@ class Evaluator:
     def run(self, step: int) -> bool:
         """Evaluate and record; whether it is the best so far."""
         started = time.perf_counter()
-        sums = self._sums()
+        with self.weights():
+            sums = self._sums()
         loss = sums.loss / max(sums.counted, 1)
         record: dict[str, Any] = {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         record["accuracy"] = sums.correct / max(sums.counted, 1)

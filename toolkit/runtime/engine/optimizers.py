@@ -1,63 +1,19 @@
-"""Lion, LAMB and LARS in plain torch: equal on every device and under every ZeRO stage.
-
-LAMB and LARS scale each layer's update by norms of that layer. A sharded optimizer holds flat pieces of many layers.
-`Layers` knows which piece belongs to which layer, and sums norms over the ranks that hold the other pieces.
-"""
+"""The toolkit's own optimizers, and which one a recipe asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from toolkit.recipe.optimizer_sections import Muon as MuonSection
 from toolkit.recipe.sections import Train
+from toolkit.runtime.engine.muon import Muon
 from toolkit.runtime.engine.onebit_adam import OneBitAdam
-
-TRUST = 0.001
-"""LARS: size of one update at learning rate 1 relative to the layer's norm (You et al. 2017)."""
-Sum = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Span:
-    """The elements of a layer inside a tensor that the optimizer updates."""
-
-    layer: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Which elements of the optimizer's tensors form a layer."""
-
-    spans: Mapping[torch.Tensor, Sequence[Span]] = field(default_factory=dict)
-    """Spans of flattened tensors that hold pieces of layers; empty if every tensor is one complete layer."""
-    count: int = 0
-    """Number of layers in the model."""
-    sum_over_ranks: Sum = lambda squares: squares
-    """Sums over the ranks that hold the other pieces. Collective."""
-
-    def norms(self, owner: torch.Tensor, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norms of every layer: one row for each of `values`, which are laid out like `owner`."""
-        if not self.spans:
-            return torch.stack([torch.linalg.vector_norm(value).reshape(1) for value in values])
-        squares = torch.zeros(len(values), self.count, device=owner.device)
-        for row, value in enumerate(values):
-            for span in self.spans.get(owner, ()):
-                piece = value.view(-1)[span.start : span.stop]
-                squares[row, span.layer] = torch.linalg.vector_norm(piece).square()
-        return self.sum_over_ranks(squares).sqrt()
-
-    def scale(self, owner: torch.Tensor, value: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Multiply each layer's elements of `value` by its factor, in place."""
-        if not self.spans:
-            return value.mul_(factors[0])
-        for span in self.spans.get(owner, ()):
-            value.view(-1)[span.start : span.stop].mul_(factors[span.layer])
-        return value
+from toolkit.runtime.engine.packed_optimizer import PackedOptimizer
+from toolkit.runtime.engine.update_rules import RULES, Layers, Rule, adamw
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
@@ -89,45 +45,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                     weight.sub_(change, alpha=float(group["lr"]))
 
 
-Rule = Callable[[torch.Tensor, torch.Tensor, dict[str, Any], Train, Layers], torch.Tensor]
-"""(weight, gradient, optimizer state, settings, layers) → what to subtract at learning rate 1."""
-
-
-def lion(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train: Train, layers: Layers) -> torch.Tensor:
-    """Lion (Chen et al. 2023): the sign of a moment, with decoupled weight decay; element-wise."""
-    (first, second), moment = train.betas, _kept(state, "exp_avg", weight)
-    change = moment.mul(first).add_(grad, alpha=1 - first).sign_().add_(weight, alpha=train.weight_decay)
-    moment.mul_(second).add_(grad, alpha=1 - second)
-    return change
-
-
-def lamb(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train: Train, layers: Layers) -> torch.Tensor:
-    """LAMB (You et al. 2020): Adam's update, rescaled to the norm of its layer's weights."""
-    first, second = train.betas
-    mean, square = _kept(state, "exp_avg", weight), _kept(state, "exp_avg_sq", weight)
-    state["step"] = int(state.get("step", 0)) + 1
-    mean.mul_(first).add_(grad, alpha=1 - first)
-    square.mul_(second).addcmul_(grad, grad, value=1 - second)
-    root = square.div(1 - second ** state["step"]).sqrt_().add_(train.eps)
-    change = mean.div(1 - first ** state["step"]).div_(root).add_(weight, alpha=train.weight_decay)
-    size, length = layers.norms(weight, [weight, change])
-    factors = torch.where((size > 0) & (length > 0), size / length, torch.ones_like(size))
-    return layers.scale(weight, change, factors)
-
-
-def lars(weight: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], train: Train, layers: Layers) -> torch.Tensor:
-    """LARS (You et al. 2017): SGD with momentum, with updates proportional to each layer's norm."""
-    momentum, decay = _kept(state, "momentum_buffer", weight), train.weight_decay
-    size, steep = layers.norms(weight, [weight, grad])
-    factors = TRUST * size / (steep + decay * size)
-    factors = torch.where((size > 0) & (steep > 0), factors, torch.ones_like(size))
-    change = layers.scale(weight, grad.add(weight, alpha=decay), factors)
-    return momentum.mul_(train.betas[0]).add_(change)
-
-
-RULES: dict[str, Rule] = {"lion": lion, "lamb": lamb, "lars": lars}
-
-
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -137,14 +54,12 @@ def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Make | None, di
     rest = {key: value for key, value in config.items() if key != "optimizer"}
     if train.optimizer == "onebit_adam":
         return (lambda parameters: OneBitAdam(parameters, train, lr)), rest
+    if train.optimizer == "muon":
+        return (lambda parameters: Muon(parameters, train, train.muon or MuonSection(), lr)), rest
     rule = RULES.get(train.optimizer)
+    if train.states != "fp32":
+        packed = rule or adamw
+        return (lambda parameters: PackedOptimizer(parameters, packed, train, lr)), rest
     if rule is None:
         return None, config
     return (lambda parameters: LayerwiseOptimizer(parameters, rule, train, lr)), rest
-
-
-def _kept(state: dict[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:
-    if name not in state:
-        state[name] = torch.zeros_like(like, memory_format=torch.preserve_format)
-    kept: torch.Tensor = state[name]
-    return kept

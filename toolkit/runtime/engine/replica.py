@@ -13,7 +13,7 @@ from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import HostSum, device
-from toolkit.runtime.engine import gradient_reduction, host_waits
+from toolkit.runtime.engine import gradient_reduction, host_waits, weight_average
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
@@ -83,6 +83,8 @@ class ReplicaEngine:
         undo_first_step(self._engine.optimizer)
         skip_batch_check(self._engine)
         begin(self._engine, self.state, mesh)
+        if train.ema:
+            weight_average.install(self._engine, self.state.base, train.ema)
         gradient_reduction.install(self._engine, train.reduce, mesh)
         host_waits.let_streams_wait(self._engine, mesh.plan)
         self._norm = GradientNormMeter(self._engine, mesh)

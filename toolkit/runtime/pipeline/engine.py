@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.engine import gradient_reduction
+from toolkit.runtime.engine import gradient_reduction, weight_average
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter
 from toolkit.runtime.engine.optimizers import own_optimizer
@@ -75,6 +75,8 @@ class PipelineEngine:
         module.sums_apart = bool(vars(self._engine.optimizer).get("use_grad_accum_attribute"))
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
+        if train.ema:
+            weight_average.install(self._engine, self.state.base, train.ema)
         gradient_reduction.install(self._engine, train.reduce, mesh)
         self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)
