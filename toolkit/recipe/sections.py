@@ -113,6 +113,12 @@ class Data:
     """Column with the class, a number or a name (classification, image-classification)."""
     image_column: str = "image"
     """Column with the image, a path or bytes (image-classification). A directory per class needs no columns."""
+    train_on: Literal["all", "last_turn"] = "all"
+    """Which turns of a conversation the loss counts: all those of `roles`, or the last of them (chat)."""
+    roles: tuple[str, ...] = ("assistant",)
+    """Roles whose messages the loss counts (chat)."""
+    max_samples: int | None = number(None, least=1)
+    """Maximum number of documents of each source to train on, for trials; default: all."""
     eval_path: str | None = None
     """Held-out data for `train.eval_every`; or set `eval_fraction`."""
     eval_fraction: float = number(0.0, least=0, most=0.5)
@@ -201,6 +207,8 @@ class Train:
     """Seed of weights, data order and dropout."""
     eval_every: int = number(0, least=0)
     """Steps between two evaluations on held-out data; 0: never. The best checkpoint is kept."""
+    patience: int | None = number(None, least=1)
+    """Stop the run after this many evaluations in a row without a better loss; default: never."""
     eval_samples: int | None = number(None, least=1)
     """Maximum number of held-out samples per evaluation; default: all."""
     hang_timeout_seconds: float = number(600.0, above=0)

@@ -10,9 +10,10 @@ import torch
 from torch.optim import _muon
 
 from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
+from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.recipe.optimizer_sections import Muon
-from toolkit.run_dir.trajectory import Trajectory
+from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.engine.muon import COEFFICIENTS, is_matrix, orthogonal
 
 MUON = replace(ADAM, optimizer="muon", lr=1e-2, weight_decay=0.1)
@@ -81,3 +82,27 @@ def test_matrices_of_the_layers_are_muon_s(name: str, shape: tuple[int, ...], ex
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_result_of_one_process(layout: str) -> None:
     assert_same(alone("llama"), run(model("llama"), plan_of(LAYOUTS[layout]), MUON))
+
+
+def test_a_stack_of_experts_is_a_stack_of_matrices() -> None:
+    """Under ZeRO 1 the bound of a partition cuts a stack."""
+    assert_same(alone("mixtral"), run(model("mixtral"), plan_of(LAYOUTS["zero 1"]), MUON))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 3}])
+def test_in_16_bits_losses_stay_near_fp32(axes: dict[str, int]) -> None:
+    """Each wrapper has a way of its own to hold masters."""
+    rough = run(replace(model("llama"), precision="bf16"), replace(plan_of(axes), precision="bf16"), MUON)
+    assert largest_difference(alone("llama").loss, rough.loss) < 2e-2
+
+
+def test_momentum_is_saved_and_resumed_under_another_strategy(train: Trainer, tmp_path: Path) -> None:
+    base = ("train.steps=6", "checkpoint.every=3", "train.optimizer=muon", "train.lr=0.01")
+    whole = train(*base, "strategy.name=data_parallel", nproc=1)
+    assert whole.losses[-1] < whole.losses[0]
+    part = train(*base, "strategy.name=zero", "strategy.zero_stage=3", into=tmp_path / "part")
+    assert largest_difference(whole.losses, part.losses) < 1e-5
+    saved = store.path_of(part.run.checkpoints, 3)
+    rest = train(*base, "strategy.name=tensor_parallel", f"checkpoint.resume={saved}", into=tmp_path / "rest")
+    assert largest_difference(whole.losses[3:], rest.losses) < 1e-5
+    assert "muon: " in (part.run.path / "logs" / "rank-0.log").read_text()

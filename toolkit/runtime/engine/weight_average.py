@@ -3,14 +3,15 @@ are, is in checkpoints of every strategy, and costs no communication."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from toolkit.recipe.optimizer_sections import Ema
-from toolkit.runtime.checkpoint.fragments import AVERAGE
+from toolkit.runtime.checkpoint.fragments import AVERAGE, Stateful
 from toolkit.runtime.engine.training_state import DeepSpeedState
 
 CHUNK = 2**24
@@ -35,7 +36,15 @@ def install(engine: Any, optimizer: torch.optim.Optimizer, section: Ema) -> None
     optimizer.register_step_post_hook(after)
 
 
-@contextlib.contextmanager
+def evaluated_weights(section: Ema | None, state: Stateful) -> Callable[[], AbstractContextManager[None]]:
+    """A context with the weights that evaluations use: their average if the recipe asks for it."""
+    if section is None or not section.evaluate:
+        return nullcontext
+    assert isinstance(state, DeepSpeedState), "islands keep no average"
+    return functools.partial(averaged, state)
+
+
+@contextmanager
 def averaged(state: DeepSpeedState) -> Iterator[None]:
     """Compute with the average inside this context, if there is one. Collective."""
     held = [(master, found[AVERAGE]) for master, found in state.base.state.items() if AVERAGE in found]
