@@ -13,16 +13,16 @@ from toolkit.checkpoints import element_runs
 from toolkit.plans.plan import Plan
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import all_max, all_sum, device
-from toolkit.runtime.engine.muon import Muon
-from toolkit.runtime.engine.onebit_adam import OneBitAdam, OneBitExchange
-from toolkit.runtime.engine.optimizers import LayerwiseOptimizer
-from toolkit.runtime.engine.packed_optimizer import PackedOptimizer
-from toolkit.runtime.engine.packed_states import Packing, Piece, blocks, cut_blocks, rounded
 from toolkit.runtime.engine.training_state import DeepSpeedState
-from toolkit.runtime.engine.update_rules import Layers, Span
-from toolkit.runtime.engine.whole_matrices import Group, Partition, WholeMatrices, find_matrices
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.optimizers.muon import Muon
+from toolkit.runtime.optimizers.onebit_adam import OneBitAdam, OneBitExchange
+from toolkit.runtime.optimizers.own_optimizers import LayerwiseOptimizer
+from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
+from toolkit.runtime.optimizers.packed_states import Packing, Piece, blocks, cut_blocks, rounded
+from toolkit.runtime.optimizers.update_rules import Layers, Span
+from toolkit.runtime.optimizers.whole_matrices import Group, Partition, WholeMatrices, find_matrices
 
 
 def undo_first_step(optimizer: Any) -> None:

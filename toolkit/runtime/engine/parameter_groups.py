@@ -11,9 +11,9 @@ import torch
 
 from toolkit.recipe.optimizer_sections import Muon
 from toolkit.recipe.sections import Lora, Train
-from toolkit.runtime.engine.muon import RULE, is_matrix
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
 from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.optimizers.muon import RULE, is_matrix
 
 SECOND_FACTORS = "*.lora_B.*"
 """Names of the matrices of adapters that start at zero."""

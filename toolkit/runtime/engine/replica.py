@@ -17,7 +17,6 @@ from toolkit.runtime.engine import gradient_reduction, host_waits, weight_averag
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
-from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
@@ -27,6 +26,7 @@ from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
+from toolkit.runtime.optimizers.own_optimizers import own_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from toolkit.checkpoints.element_runs import Region
 from toolkit.errors import CheckpointFailed
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT, Fragment, Held, held_fragments
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.engine.packed_optimizer import PackedOptimizer
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
+from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
 
 
 class FullSlice(NamedTuple):

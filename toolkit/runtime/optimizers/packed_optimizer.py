@@ -10,8 +10,8 @@ import torch
 
 from toolkit.recipe.sections import Train
 from toolkit.runtime.checkpoint.fragments import AVERAGE
-from toolkit.runtime.engine.packed_states import Packing, stored_kinds
-from toolkit.runtime.engine.update_rules import Layers, Rule, State
+from toolkit.runtime.optimizers.packed_states import Packing, stored_kinds
+from toolkit.runtime.optimizers.update_rules import Layers, Rule, State
 
 
 class PackedOptimizer(torch.optim.Optimizer):

@@ -23,8 +23,8 @@ import torch
 
 from toolkit.recipe.optimizer_sections import Muon as Settings
 from toolkit.recipe.sections import Train
-from toolkit.runtime.engine.update_rules import Layers, adamw, kept
-from toolkit.runtime.engine.whole_matrices import Matrix, WholeMatrices
+from toolkit.runtime.optimizers.update_rules import Layers, adamw, kept
+from toolkit.runtime.optimizers.whole_matrices import Matrix, WholeMatrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration, with the steepest slope at 0 (Jordan et al. 2024)."""

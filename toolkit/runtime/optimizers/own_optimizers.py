@@ -10,10 +10,10 @@ import torch
 
 from toolkit.recipe.optimizer_sections import Muon as MuonSection
 from toolkit.recipe.sections import Train
-from toolkit.runtime.engine.muon import Muon
-from toolkit.runtime.engine.onebit_adam import OneBitAdam
-from toolkit.runtime.engine.packed_optimizer import PackedOptimizer
-from toolkit.runtime.engine.update_rules import RULES, Layers, Rule, adamw
+from toolkit.runtime.optimizers.muon import Muon
+from toolkit.runtime.optimizers.onebit_adam import OneBitAdam
+from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
+from toolkit.runtime.optimizers.update_rules import RULES, Layers, Rule, adamw
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):

@@ -11,15 +11,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import deepspeed.comm as dist
 import torch
 
 from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
+from toolkit.runtime.checkpoint.fragments import Held
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.engine.training_state import DeepSpeedState
 from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
 from toolkit.runtime.models.zero3_start import full_shape
 
@@ -27,6 +27,19 @@ ELEMENTS_PER_RANK = 2**24
 """Elements that a rank computes on between two exchanges, unless one matrix is larger: 64 MB in fp32."""
 ALIGNMENT = 2
 """DeepSpeed 0.19.8 pads flat groups to a multiple of this times the ranks (`nccl_start_alignment_factor`)."""
+
+
+class Masters(Protocol):
+    """The tensors that an optimizer updates, as an engine's state knows them."""
+
+    names: Mapping[torch.Tensor, str]
+    """This rank's name of each parameter."""
+
+    def held(self) -> Iterator[tuple[str, Held]]:
+        """Everything that this rank's optimizer updates, with this rank's parameter name."""
+
+    def masters(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Every tensor that the optimizer updates, with the parameters of which it holds elements on some rank."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,7 @@ class WholeMatrices:
         return flat.view(matrix.shape)
 
 
-def find_matrices(state: DeepSpeedState, mesh: Mesh, group: Group, wanted: Callable[[str], bool]) -> list[Matrix]:
+def find_matrices(state: Masters, mesh: Mesh, group: Group, wanted: Callable[[str], bool]) -> list[Matrix]:
     """Every matrix of the parameters with a `wanted` name, and of stacks of matrices each one."""
     held = {name: (piece.start, piece.region) for name, piece in state.held()}
     found: list[Matrix] = []

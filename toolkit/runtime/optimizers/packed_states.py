@@ -19,7 +19,7 @@ import torch
 
 from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region, StridedRange
-from toolkit.runtime.engine.update_rules import State
+from toolkit.runtime.optimizers.update_rules import State
 
 BLOCK = 256
 """Elements with one scale."""
@@ -86,9 +86,8 @@ class Blocks:
     def load(self, state: State, kind: str, place: int) -> torch.Tensor:
         codes, scales = state[f"{kind}/codes"][place], state[f"{kind}/scales"][place]
         values = _table(kind not in UNSIGNED, codes.device)[codes.int()]
-        if place == 0:
-            return values * scales[self.edge_blocks]
-        return (values.view(-1, BLOCK) * scales[:, None]).view(-1)
+        each: torch.Tensor = scales[self.edge_blocks] if place == 0 else scales.repeat_interleave(BLOCK)
+        return values * each
 
     def save(self, state: State, values: Mapping[str, torch.Tensor], place: int, step: int) -> None:
         found = self._edge_scales(values) if place == 0 else _block_scales(values)

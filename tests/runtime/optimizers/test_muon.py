@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.optim import _muon
 
+from tests.conftest import Trainer
 from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
 from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.recipe.optimizer_sections import Muon
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
-from toolkit.runtime.engine.muon import COEFFICIENTS, is_matrix, orthogonal
+from toolkit.runtime.optimizers.muon import COEFFICIENTS, is_matrix, orthogonal
 
 MUON = replace(ADAM, optimizer="muon", lr=1e-2, weight_decay=0.1)
 LAYOUTS = {

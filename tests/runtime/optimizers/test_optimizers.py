@@ -15,7 +15,7 @@ from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory
-from toolkit.runtime.engine.update_rules import Layers, Span, adopt, lamb, lars, lion
+from toolkit.runtime.optimizers.update_rules import Layers, Span, lamb, lars, lion
 from toolkit.sessions.parity import largest_difference
 
 RATES = {"lamb": 1e-2, "lars": 10.0, "lion": 1e-3}

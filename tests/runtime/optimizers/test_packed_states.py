@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from tests.conftest import Trainer
-from tests.helpers.parallel import ADAM, ONE, assert_same, engine_of, model, run
+from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.element_runs import StridedRange
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
-from toolkit.runtime.engine.packed_optimizer import PackedOptimizer
-from toolkit.runtime.engine.packed_states import BLOCK, Piece, blocks, code_values, cut_blocks, rounded
-from toolkit.runtime.engine.update_rules import State
+from toolkit.runtime.optimizers.packed_states import BLOCK, Piece, blocks, code_values, cut_blocks, rounded
+from toolkit.runtime.optimizers.update_rules import State
 
 LAYOUTS = {
     "zero 1": Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=1, zero_group=2, precision="fp32"),
@@ -115,9 +114,7 @@ def test_losses_stay_near_those_of_fp32(states: str) -> None:
 def test_states_are_resumed_in_any_form(before: str, after: str, train: Trainer, tmp_path: Path) -> None:
     base = ("train.steps=6", "checkpoint.every=3")
     whole = train(*base, f"train.states={before}", "strategy.name=data_parallel", nproc=1)
-    part = train(
-        *base, f"train.states={before}", "strategy.name=zero", "strategy.zero_stage=2", into=tmp_path / "part"
-    )
+    part = train(*base, f"train.states={before}", "strategy.name=zero", "strategy.zero_stage=2", into=tmp_path / "part")
     saved = store.path_of(part.run.checkpoints, 3)
     resumed = (f"train.states={after}", f"checkpoint.resume={saved}", "strategy.name=data_parallel")
     rest = train(*base, *resumed, nproc=1, into=tmp_path / "rest")
