@@ -104,16 +104,21 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         "share; use states bf16 or fp32",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.averaged and plan.offload.startswith("nvme"),
-        reason="train.ema keeps an average beside the weights, but nvme offload moves known states only; use offload "
+        forbids=lambda plan, job: _averages(job) and plan.offload.startswith("nvme"),
+        reason="an average is kept beside the weights, but nvme offload moves known states only; use offload "
         "cpu or none",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.averaged and plan.islands > 1,
-        reason="train.ema averages the weights of one model, and islands train several; use another strategy",
+        forbids=lambda plan, job: _averages(job) and plan.islands > 1,
+        reason="train.ema and schedule_free average the weights of one model, and islands train several; use another "
+        "strategy",
     ),
 )
 
 
 def _shards_in_groups(plan: Plan) -> bool:
     return plan.zero_variant == "mics" and plan.zero_stage > 0 and 1 < plan.zero_group < plan.dp
+
+
+def _averages(job: Job) -> bool:
+    return job.workload.averaged or job.workload.optimizer == "schedule_free"

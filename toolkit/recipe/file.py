@@ -16,7 +16,7 @@ from toolkit.errors import BadInput, Problem
 from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
 from toolkit.recipe.data_checks import data_problems, task_of
 from toolkit.recipe.objective_sections import objective_problems, router_problems
-from toolkit.recipe.optimizer_sections import optimizer_problems
+from toolkit.recipe.optimizer_sections import average_problems, optimizer_problems
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
@@ -98,6 +98,7 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     )
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
+    problems += average_problems(train.optimizer, train.schedule, train.ema)
     problems += optimizer_problems(train.optimizer, train.muon, train.states)
     if train.label_smoothing and train.objective is not None:
         what = "is for cross-entropy over tokens; use train.preference.label_smoothing, or remove it"

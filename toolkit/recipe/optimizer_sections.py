@@ -37,6 +37,14 @@ PACKABLE = ("adamw", "lion")
 """Optimizers with element-wise rules, whose states may be stored in fewer bits."""
 
 
+def average_problems(optimizer: str, schedule: str, ema: Ema | None) -> Iterator[Problem]:
+    """Settings that contradict the average of `schedule_free`."""
+    if optimizer == "schedule_free" and ema is not None:
+        yield Problem("train.ema", "given with schedule_free, which averages the weights itself; remove it")
+    if optimizer == "schedule_free" and schedule != "constant":
+        yield Problem("train.schedule", f"{schedule} given; schedule_free needs constant, and a warm-up if you like")
+
+
 def optimizer_problems(optimizer: str, section: Muon | None, states: str) -> Iterator[Problem]:
     """Settings that the optimizer ignores or can't have."""
     if states != "fp32" and optimizer not in PACKABLE:

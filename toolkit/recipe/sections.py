@@ -16,8 +16,9 @@ Precision = Literal["bf16", "fp16", "fp32"]
 Format = Literal["text", "instruction", "chat", "preference", "classification", "image-classification", "seq2seq"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
 OptimizerName = Literal[
-    "adamw", "muon", "adopt", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"
-]
+    "adamw", "muon", "schedule_free", "adopt", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb",
+    "zero_one_adam",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +154,10 @@ class Train:
     router: Router | None = None
     """How the routers of a mixture of experts are kept balanced; default: as the model's config asks."""
     optimizer: OptimizerName = "adamw"
-    """Update rule. `muon` makes updates of matrices orthogonal; AdamW updates the rest. `adopt`
-    is Adam with a second moment that is one step older, which converges with any `betas`. `lamb` and `lars` scale each
-    layer's update by its norms; `lars` takes its momentum from `betas`. See docs/optimizers.md."""
+    """Update rule. `muon` makes updates of matrices orthogonal; AdamW updates the rest. `schedule_free` is AdamW that
+    averages weights instead of lowering the learning rate; the average is evaluated and exported. `adopt` is Adam with
+    a second moment that is one step older, which converges with any `betas`. `lamb` and `lars` scale each layer's
+    update by its norms; `lars` takes its momentum from `betas`. See docs/optimizers.md."""
     muon: Muon | None = None
     """Settings of `muon`."""
     states: Literal["fp32", "bf16", "8bit"] = "fp32"

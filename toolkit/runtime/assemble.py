@@ -284,7 +284,7 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
         classes="classification" in recipe.data.format,
         tick=lambda: heartbeat.move(phase="evaluating"),
         log=recorder.evaluated,
-        weights=evaluated_weights(recipe.train.ema, parts.engine.state),
+        weights=evaluated_weights(recipe.train, parts.engine.state),
     )
     evaluator.resume_at(parts.position.step)
     return evaluator

@@ -21,6 +21,7 @@ from toolkit.runtime.optimizers.onebit_adam import OneBitAdam, OneBitExchange
 from toolkit.runtime.optimizers.own_optimizers import LayerwiseOptimizer
 from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
 from toolkit.runtime.optimizers.packed_states import Packing, Piece, blocks, cut_blocks, rounded
+from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 from toolkit.runtime.optimizers.update_rules import Layers, Span
 from toolkit.runtime.optimizers.whole_matrices import Group, Partition, WholeMatrices, find_matrices
 
@@ -63,6 +64,8 @@ def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
         state.base.begin(Layers() if whole else _sharded(state, mesh))
     if isinstance(state.base, Muon):
         _begin_muon(state, state.base, mesh)
+    if isinstance(state.base, ScheduleFree):
+        state.base.begin()
     if isinstance(state.base, PackedOptimizer):
         _begin_packed(state, state.base, mesh)
 

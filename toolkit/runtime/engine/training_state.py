@@ -25,6 +25,7 @@ from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT, Fragme
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
 from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
+from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 
 
 class FullSlice(NamedTuple):
@@ -146,6 +147,7 @@ class DeepSpeedState:
             "optimizer_steps": max(steps, default=0),
             "scheduler_steps": engine.lr_scheduler.last_epoch,
             "skipped_steps": engine.skipped_steps,
+            **(self.base.counters if isinstance(self.base, ScheduleFree) else {}),
             **{f"loss_scale.{key}": float(value) for key, value in self._scaler().items()},
         }
 
@@ -158,6 +160,8 @@ class DeepSpeedState:
             group["lr"] = base * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
         engine.skipped_steps = int(counters["skipped_steps"])
+        if isinstance(self.base, ScheduleFree):
+            self.base.resume_at(int(counters["optimizer_steps"]), counters)
         for key, value in self._scaler().items():
             if f"loss_scale.{key}" in counters:
                 setattr(self._scaler_object, key, type(value)(counters[f"loss_scale.{key}"]))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.recipe.optimizer_sections import Ema
+from toolkit.recipe.sections import Train
 from toolkit.runtime.checkpoint.fragments import AVERAGE, Stateful
 from toolkit.runtime.engine.training_state import DeepSpeedState
 
@@ -36,9 +37,10 @@ def install(engine: Any, optimizer: torch.optim.Optimizer, section: Ema) -> None
     optimizer.register_step_post_hook(after)
 
 
-def evaluated_weights(section: Ema | None, state: Stateful) -> Callable[[], AbstractContextManager[None]]:
-    """A context with the weights that evaluations use: their average if the recipe asks for it."""
-    if section is None or not section.evaluate:
+def evaluated_weights(train: Train, state: Stateful) -> Callable[[], AbstractContextManager[None]]:
+    """A context with the weights that evaluations use: their average if the recipe or the optimizer asks for it."""
+    asked = train.ema is not None and train.ema.evaluate
+    if not asked and train.optimizer != "schedule_free":
         return nullcontext
     assert isinstance(state, DeepSpeedState), "islands keep no average"
     return functools.partial(averaged, state)

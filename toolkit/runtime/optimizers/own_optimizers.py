@@ -13,6 +13,7 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.optimizers.muon import Muon
 from toolkit.runtime.optimizers.onebit_adam import OneBitAdam
 from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
+from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 from toolkit.runtime.optimizers.update_rules import RULES, Layers, Rule, adamw
 
 
@@ -54,6 +55,8 @@ def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Make | None, di
     rest = {key: value for key, value in config.items() if key != "optimizer"}
     if train.optimizer == "onebit_adam":
         return (lambda parameters: OneBitAdam(parameters, train, lr)), rest
+    if train.optimizer == "schedule_free":
+        return (lambda parameters: ScheduleFree(parameters, train, lr)), rest
     if train.optimizer == "muon":
         return (lambda parameters: Muon(parameters, train, train.muon or MuonSection(), lr)), rest
     rule = RULES.get(train.optimizer)
