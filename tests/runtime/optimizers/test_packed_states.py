@@ -5,25 +5,35 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.conftest import Trainer
-from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
+from tests.helpers.parallel import ADAM, ONE, TOKENS, assert_same, batch, engine_of, micro_batches, model, run
 from toolkit.checkpoints import element_runs, store
 from toolkit.checkpoints.element_runs import StridedRange
+from toolkit.cost.memory import memory
+from toolkit.plans.job import make_job
 from toolkit.plans.plan import Plan
+from toolkit.recipe.file import make_recipe
+from toolkit.recipe.optimizer_sections import Ema
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
+from toolkit.runtime.engine.training_state import DeepSpeedState
 from toolkit.runtime.optimizers.packed_states import BLOCK, Piece, blocks, code_values, cut_blocks, rounded
 from toolkit.runtime.optimizers.update_rules import State
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 LAYOUTS = {
     "zero 1": Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=1, zero_group=2, precision="fp32"),
     "zero 3": Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=3, zero_group=2, precision="fp32"),
     "pp": Plan(strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32"),
 }
+
+
+WIDE = model("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=4, head_dim=64)
 
 
 def settings(states: str) -> Train:
@@ -119,3 +129,35 @@ def test_states_are_resumed_in_any_form(before: str, after: str, train: Trainer,
     resumed = (f"train.states={after}", f"checkpoint.resume={saved}", "strategy.name=data_parallel")
     rest = train(*base, *resumed, nproc=1, into=tmp_path / "rest")
     assert largest_difference(whole.losses[3:], rest.losses) < (1e-5 if before == after else 2e-2)
+
+
+def state_bytes_as_rank(plan: Plan, train: Train) -> int:
+    """Bytes of masters and states after a step."""
+    engine = engine_of(WIDE, plan, train)
+    engine.step(list(micro_batches(batch(0, "full"), plan, engine.replica)))
+    state = engine.state
+    assert isinstance(state, DeepSpeedState)
+    return sum(master.nbytes for master, _ in state.masters()) + _bytes(dict(state.base.state))
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_bytes, value.values())) if isinstance(value, dict) else 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_parameter"), [({"states": "8bit"}, 6.03), ({"states": "bf16"}, 8.0), ({"ema": Ema()}, 16.0)]
+)
+def test_bytes_are_those_that_the_planner_predicts(settings: dict[str, Any], per_parameter: float) -> None:
+    train = replace(ADAM, **settings)
+    given = {"config": WIDE.config, "precision": "fp32"}
+    recipe = make_recipe({"model": given, "data": {"seq_len": TOKENS}, "train": {"steps": 1}})
+    job = make_job(replace(recipe, train=train), 2)
+    plan = LAYOUTS["zero 1"]
+    predicted = memory(plan, job).optimizer
+    results = call_on_ranks(state_bytes_as_rank, plan, train, nproc=2)
+    failure = first_failure(results)
+    assert failure is None, f"{failure.reason}\n{failure.details}"
+    assert predicted == pytest.approx(per_parameter * job.model.params / 2, rel=1e-3)
+    assert max(results) == pytest.approx(predicted, rel=0.01)
