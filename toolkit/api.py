@@ -225,6 +225,11 @@ def _check_expressible(plan: Plan, train: Train) -> None:
     if train.weight_decay and train.decay != "all":
         text = "with a DeepSpeed config, other trainers decay norms and biases, too; train.decay=all is exact"
         warnings.warn(text, stacklevel=5)
+    for key, given in (("states", train.states != "fp32"), ("ema", train.ema), ("patience", train.patience)):
+        if given:
+            raise BadInput(f"train.{key}", "is supported by toolkit.train only; remove it")
+    if train.label_smoothing:
+        raise BadInput("train.label_smoothing", "give label_smoothing_factor to the other trainer instead; remove it")
     if train.lr_multipliers:
         raise BadInput("train.lr_multipliers", "are supported by toolkit.train only; remove them")
     if train.optimizer in ("lars", "muon", "adopt", "schedule_free", "onebit_adam"):

@@ -173,8 +173,13 @@ def plan_notes(resolved: Resolved) -> list[str]:
 
 
 def _update_rules(resolved: Resolved) -> Iterator[str]:
-    """Say which share of the parameters each of several update rules gets."""
-    model, section = resolved.job.model, resolved.recipe.model
+    """Say which share of the parameters each of several update rules gets, and where packed states are not exact."""
+    model, section, chosen = resolved.job.model, resolved.recipe.model, resolved.decision.chosen
+    if chosen is not None and resolved.recipe.train.states == "8bit" and chosen.plan.tp > 1:
+        yield (
+            "8-bit states have blocks of 256 elements: tensor shards of columns that are not cut at multiples of that "
+            "have blocks of their own, and losses differ slightly from one process's"
+        )
     if resolved.recipe.train.optimizer == "muon":
         share = 1.0 if section.lora else sum(model.layer_params) / model.params
         yield (

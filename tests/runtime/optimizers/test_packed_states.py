@@ -114,12 +114,21 @@ def test_every_layout_gives_the_result_of_one_process(states: str, layout: str) 
     assert_same(alone(states), run(model("llama"), LAYOUTS[layout], settings(states)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("states", "most"), [("8bit", 1e-3), ("bf16", 1e-5)])
+def test_blocks_of_tensor_shards_differ_little_and_rounding_does_not(states: str, most: float) -> None:
+    """The tiny model's columns are not cut at multiples of 256."""
+    shards = Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32")
+    assert_same(alone(states), run(model("llama"), shards, settings(states)), loss=most, norm=1e-2)
+
+
 @pytest.mark.parametrize("states", ["8bit", "bf16"])
 def test_losses_stay_near_those_of_fp32(states: str) -> None:
     exact = run(model("llama"), ONE, settings("fp32"))
     assert 0 < largest_difference(exact.loss, alone(states).loss) < 5e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("8bit", "8bit"), ("bf16", "fp32"), ("fp32", "8bit")])
 def test_states_are_resumed_in_any_form(before: str, after: str, train: Trainer, tmp_path: Path) -> None:
     base = ("train.steps=6", "checkpoint.every=3")
