@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import Trainer
 from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
@@ -21,7 +22,11 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Data
 from toolkit.runtime.between_steps import FLAT_STEPS, ZERO_STEPS, WarningHook
-from toolkit.runtime.corpus.formats import counted_turns
+from toolkit.runtime.checkpoint.export import export
+from toolkit.runtime.checkpoint.reader import Reader
+from toolkit.runtime.corpus.formats import counted_turns, lacks_prompt
+from toolkit.runtime.corpus.tokenizer import Bytes
+from toolkit.runtime.models.build import build_model, skeleton
 from toolkit.runtime.models.head_loss import HeadLoss, Transform
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
@@ -132,3 +137,47 @@ def test_a_run_stops_after_evaluations_that_are_not_better(train: Trainer, tmp_p
 def test_a_trial_reads_fewer_samples(train: Trainer) -> None:
     few = train("train.epochs=1", "train.steps=null", "data.max_samples=8", "data.packing=false")
     assert len(few.losses) == 1
+
+
+FROZEN = ("*embed_tokens*", "model.layers.0.*")
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"dp": 2, "zero_stage": 3, "zero_group": 2}, {"tp": 2, "grad_accum": 2}, {"pp": 2, "grad_accum": 2}],
+    ids=["zero 3", "tp", "pp"],
+)
+def test_frozen_parameters_change_no_result_of_a_strategy(axes: dict[str, int]) -> None:
+    section = replace(model("llama"), freeze=FROZEN)
+    expected = run(section, ONE)
+    assert expected.grad_norm[0] < run(model("llama"), ONE).grad_norm[0]
+    plan = Plan(strategy="test", micro_batch=2, precision="fp32", **axes)  # type: ignore[arg-type]
+    assert_same(expected, run(section, plan))
+
+
+def test_frozen_parameters_are_exported_as_they_were(train: Trainer, tmp_path: Path) -> None:
+    finished = train("model.freeze=['*embed_tokens*']", "checkpoint.every=4", "strategy.name=zero", into=tmp_path / "r")
+    saved = store.path_of(finished.run.checkpoints, 4)
+    recipe = export(saved, tmp_path / "out")
+    first = dict(build_model(recipe.model, recipe.train.seed).named_parameters())
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    same = {name for name, value in first.items() if torch.equal(value, last[name])}
+    assert same == {name for name in first if "embed_tokens" in name}
+    assert not any("embed_tokens" in name for name in Reader.open(saved).index)
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(BadInput, match=r"model\.freeze.*matches no parameter"):
+        skeleton(replace(model("llama"), freeze=("*.nothing.*",)))
+
+
+class Promptless(Bytes):
+    """A template that adds nothing before an answer."""
+
+    def render(self, messages: Any, tools: Any, *, prompt: bool) -> str:
+        return super().render(messages, tools, prompt=False)
+
+
+def test_a_template_without_a_generation_prompt_is_noticed() -> None:
+    assert lacks_prompt(Promptless())
+    assert not lacks_prompt(Bytes())

@@ -7,7 +7,7 @@ from toolkit.cost.communication import expert_params, stage_params
 from toolkit.cost.execution import Execution
 
 MOMENTS = {
-    "adamw": 2, "muon": 1, "adopt": 2, "schedule_free": 3, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0,
+    "adamw": 2, "muon": 1, "adopt": 2, "schedule_free": 3, "adafactor": 0, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0,
     "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3,
 }  # fmt: skip
 """fp32 values that an optimizer keeps per parameter, without the master weight; of muon, those of matrices."""

@@ -29,6 +29,7 @@ OWN = {
     "muon": "Muon",
     "adopt": "Adopt",
     "schedule_free": "ScheduleFree",
+    "adafactor": "Adafactor",
 }
 """Optimizers that the toolkit implements; the names are DeepSpeed's, which has CUDA kernels for two of them."""
 _ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from toolkit.plans.plan import Job, Plan
 
-LAYER_WISE = ("lamb", "lars")
-"""Optimizers whose update depends on the norms of complete layers."""
+LAYER_WISE = ("lamb", "lars", "adafactor")
+"""Optimizers whose update depends on the norms of complete layers, or on their rows and columns."""
 ONE_BIT = ("onebit_lamb", "zero_one_adam")
 """Optimizers of DeepSpeed before 0.19.7 that compress through NCCL."""
 COMPRESSING = ("onebit_adam", *ONE_BIT)
@@ -41,7 +41,7 @@ def only_replicas(plan: Plan) -> bool:
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and (plan.ep > 1 or plan.tensor_by == "autotp"),
-        reason="lamb and lars scale updates by the norms of complete layers, but expert ranks and AutoTP do not tell "
+        reason="lamb, lars and adafactor need norms of complete layers, but expert ranks and AutoTP do not tell "
         "which parts they hold; use another strategy, or optimizer adamw or lion",
         limits="LAMB and LARS with experts or AutoTP",
     ),
@@ -80,13 +80,14 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         limits="Muon with expert ranks or AutoTP",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer == "muon" and plan.offload != "none",
-        reason="muon multiplies matrices, which a host is too slow for; use offload none, or optimizer adamw",
+        forbids=lambda plan, job: job.workload.optimizer in ("muon", "adafactor") and plan.offload != "none",
+        reason="muon and adafactor exchange parts of matrices between devices, and offload keeps them on the host; use "
+        "offload none, or optimizer adamw",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer == "muon" and _shards_in_groups(plan),
-        reason="muon collects matrices from all replicas, but MiCS shards within smaller groups; use a zero_group of "
-        "all replicas, zero_variant hpz, or optimizer adamw",
+        forbids=lambda plan, job: job.workload.optimizer in (*LAYER_WISE, "muon") and _shards_in_groups(plan),
+        reason="lamb, lars, adafactor and muon need complete layers from all replicas, but MiCS shards them within "
+        "smaller groups; use a zero_group of all replicas, zero_variant hpz, or optimizer adamw",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.states != "fp32" and plan.offload != "none",

@@ -100,6 +100,9 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     problems += router_problems(train.router)
     problems += average_problems(train.optimizer, train.schedule, train.ema)
     problems += optimizer_problems(train.optimizer, train.muon, train.states)
+    if train.patience is not None and strategy.name == "local_sgd":
+        what = "islands evaluate at different times, so no evaluation can stop them all; remove it"
+        problems.append(Problem("train.patience", what))
     if train.label_smoothing and train.objective is not None:
         what = "is for cross-entropy over tokens; use train.preference.label_smoothing, or remove it"
         problems.append(Problem("train.label_smoothing", what))
@@ -120,6 +123,8 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.path is None and model.config is None:
         yield Problem("model", "neither path nor config given; give one of them")
+    if model.freeze and model.lora is not None:
+        yield Problem("model.freeze", "unused with model.lora, which freezes all but the adapters; remove it")
     if model.path is not None and model.config is not None:
         yield Problem("model", "path and config exclude each other; give one of them")
     if model.config is not None and model.init == "pretrained":

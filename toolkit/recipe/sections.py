@@ -17,7 +17,7 @@ Format = Literal["text", "instruction", "chat", "preference", "classification", 
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
 OptimizerName = Literal[
     "adamw", "muon", "schedule_free", "adopt", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb",
-    "zero_one_adam",
+    "zero_one_adam", "adafactor",
 ]  # fmt: skip
 
 
@@ -68,6 +68,9 @@ class Model:
     results. Not under ZeRO 3. Slow to start: minutes on busy cores; no gain was measured on CPUs."""
     lora: Lora | None = None
     """Train adapters only."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters that are not trained, such as `*.embed_tokens.*`. The planner counts them as if
+    they were."""
     task: Task | None = None
     """Task of the model, which decides its head; default: the task that `data.format` needs."""
     num_labels: int | None = number(None, least=1)
@@ -157,7 +160,8 @@ class Train:
     """Update rule. `muon` makes updates of matrices orthogonal; AdamW updates the rest. `schedule_free` is AdamW that
     averages weights instead of lowering the learning rate; the average is evaluated and exported. `adopt` is Adam with
     a second moment that is one step older, which converges with any `betas`. `lamb` and `lars` scale each layer's
-    update by its norms; `lars` takes its momentum from `betas`. See docs/optimizers.md."""
+    update by its norms; `lars` takes its momentum from `betas`. `adafactor` keeps means of rows and columns instead of
+    moments. See docs/optimizers.md."""
     muon: Muon | None = None
     """Settings of `muon`."""
     states: Literal["fp32", "bf16", "8bit"] = "fp32"

@@ -37,7 +37,7 @@ def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_cod
     reader, dtype = Reader.open(checkpoint), DTYPES[section.precision]
     writing = _begin(out)
     if section.lora is None:
-        _full_model(reader, section, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
+        _full_model(reader, section, recipe.train.seed, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
     elif merge:
         _merged(reader, section, recipe.train.seed, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
     else:
@@ -52,6 +52,8 @@ def trained_model(checkpoint: Path, recipe: Recipe) -> PreTrainedModel:
     reader, dtype = Reader.open(checkpoint), DTYPES[recipe.model.precision]
     if recipe.model.lora is not None:
         return _merged(reader, recipe.model, recipe.train.seed, dtype)
+    if recipe.model.freeze:
+        return _partly_trained(reader, recipe.model, recipe.train.seed, dtype)
     model = skeleton(recipe.model)
     where = sites(model)
     for name, parameter in list(model.named_parameters()):
@@ -80,8 +82,22 @@ def _begin(out: Path) -> Path:
     return writing
 
 
-def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTrainedModel:
+def _partly_trained(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The first weights, of which those that were trained come from the checkpoint: it has no others."""
+    model = build_model(section, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(trained(reader, name))
+        for name in (name for name, held in reader.index.items() if held.kinds() == {BUFFER}):
+            model.get_buffer(name).copy_(reader.full(name, BUFFER))
+    return model.to(dtype)
+
+
+def _full_model(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> PreTrainedModel:
     """The model with every weight from the checkpoint, without initialising any first."""
+    if section.freeze:
+        return _partly_trained(reader, section, seed, dtype)
     config = load_config(section)
     with torch.device("meta"):
         model = BUILDERS[section.task].from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)

@@ -303,6 +303,18 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def lacks_prompt(tokenizer: Tokenizer) -> bool:
+    """Whether a chat template ignores `add_generation_prompt`: at inference nothing then tells the model to answer."""
+    if not tokenizer.has_template:
+        return False
+    asked: Sequence[Message] = [{"role": "user", "content": "?"}]
+    try:
+        with_prompt, without = (tokenizer.render(asked, None, prompt=prompt) for prompt in (True, False))
+    except Exception:  # templates are programs and may raise anything; rows that they refuse are reported
+        return False
+    return with_prompt == without
+
+
 def counted_turns(messages: Sequence[Message], section: Data) -> list[int]:
     """Places of the messages that the loss counts."""
     turns = [place for place, message in enumerate(messages) if message.get("role") in section.roles]

@@ -14,7 +14,7 @@ import numpy as np
 from toolkit.errors import BadInput
 from toolkit.recipe.data_checks import PACKED_FORMATS, source_weights
 from toolkit.recipe.sections import Data, Model, Recipe, Train
-from toolkit.runtime.corpus.formats import make_format
+from toolkit.runtime.corpus.formats import lacks_prompt, make_format
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.token_documents import Documents
 from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
@@ -218,6 +218,8 @@ class _Loader:
             can_split = split and self.section.format in PACKED_FORMATS
             how = "split" if can_split else "truncated"
             notes.append(f"{long:,} documents longer than {self.section.seq_len} tokens {how}")
+        if self.section.format in ("instruction", "chat", "preference") and lacks_prompt(self.tokenizer):
+            notes.append("the chat template has no generation prompt: nothing tells the model at inference to answer")
         return notes
 
     def _num_long(self, documents: Documents) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from toolkit.runtime.distributed.process_group import all_max, all_sum, device
 from toolkit.runtime.engine.training_state import DeepSpeedState
 from toolkit.runtime.models.parameter_shards import layout_of
 from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.optimizers.adafactor import Adafactor, Layout, factors
 from toolkit.runtime.optimizers.muon import Muon
 from toolkit.runtime.optimizers.onebit_adam import OneBitAdam, OneBitExchange
 from toolkit.runtime.optimizers.own_optimizers import LayerwiseOptimizer
@@ -66,6 +68,8 @@ def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
         _begin_muon(state, state.base, mesh)
     if isinstance(state.base, ScheduleFree):
         state.base.begin()
+    if isinstance(state.base, Adafactor):
+        state.base.begin(dict(_factored(state, mesh)))
     if isinstance(state.base, PackedOptimizer):
         _begin_packed(state, state.base, mesh)
 
@@ -109,6 +113,23 @@ def _begin_muon(state: DeepSpeedState, optimizer: Muon, mesh: Mesh) -> None:
     )
 
 
+def _factored(state: DeepSpeedState, mesh: Mesh) -> Iterator[tuple[torch.Tensor, Layout]]:
+    """Which rows and columns of which parameters each of Adafactor's tensors holds on this rank."""
+    held = {name: Piece(name, piece.start, piece.region) for name, piece in state.held()}
+    for master, parameters in state.masters():
+        pieces = [held.get(state.names[parameter]) for parameter in parameters]
+        sliced = torch.tensor([layout_of(parameter) is not None for parameter in parameters], device=master.device)
+        shapes = [_full_shape(parameter) for parameter in parameters]
+        yield master, Layout(factors(shapes, pieces), sliced, functools.partial(_summed, mesh))
+
+
+def _summed(mesh: Mesh, values: torch.Tensor, sliced: torch.Tensor) -> torch.Tensor:
+    """Over the ranks that share a partition, then over tensor ranks, which all hold what is not sliced."""
+    if mesh.plan.zero_stage:
+        values = mesh.sum_over_tokens(values)
+    return values if mesh.plan.tp == 1 else torch.where(sliced, all_sum(values.clone(), mesh.inner_group), values)
+
+
 def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     layout = layout_of(parameter)
     return layout.shape if layout else full_shape(parameter)
@@ -136,15 +157,7 @@ def _sharded(state: DeepSpeedState, mesh: Mesh) -> Layers:
         stop = held.start + element_runs.size(held.region)
         spans.setdefault(held.master, []).append(Span(numbers[name], held.start, stop))
 
-    def sum_over_ranks(squares: torch.Tensor) -> torch.Tensor:
-        """Over the ranks that share a partition, then over tensor ranks, which all hold what is not sliced."""
-        if mesh.plan.zero_stage:
-            squares = mesh.sum_over_tokens(squares)
-        if mesh.plan.tp == 1:
-            return squares
-        return torch.where(sliced, all_sum(squares.clone(), mesh.inner_group), squares)
-
-    return Layers(spans, len(numbers), sum_over_ranks)
+    return Layers(spans, len(numbers), lambda squares: _summed(mesh, squares, sliced))
 
 
 class Scaling:

@@ -24,6 +24,7 @@ from toolkit.errors import CheckpointFailed
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT, Fragment, Held, held_fragments
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
+from toolkit.runtime.optimizers.adafactor import Adafactor
 from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
 from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 
@@ -43,6 +44,8 @@ SliceLocator = Callable[[str, int, int], FullSlice]
 """(name, start, stop) in this rank's tensor → position in the full parameter."""
 NOT_STATES = (WEIGHT, BUFFER, "outer_momentum", "exchange_error")
 """Kinds in a checkpoint that are not states of this optimizer; neither are kinds with `@`, of other islands."""
+PACKED = (PackedOptimizer, Adafactor)
+"""Optimizers that store states in another form than checkpoints do."""
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -120,7 +123,7 @@ class DeepSpeedState:
             state = self.base.state[item.master] if wanted else {}
             for kind in wanted - state.keys():
                 # States that are packed afterwards need not fit on the device in fp32.
-                packed = isinstance(self.base, PackedOptimizer) and kind != AVERAGE
+                packed = isinstance(self.base, PACKED) and kind != AVERAGE
                 place = "cpu" if packed else item.master.device
                 state[kind] = torch.zeros_like(item.master, memory_format=torch.preserve_format, device=place)
             if wanted:
@@ -129,7 +132,7 @@ class DeepSpeedState:
     @torch.no_grad()
     def refresh(self) -> None:
         optimizer = self._engine.optimizer
-        if isinstance(self.base, PackedOptimizer):
+        if isinstance(self.base, PACKED):
             self.base.pack()
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             _refresh_stage3(optimizer)
@@ -168,7 +171,7 @@ class DeepSpeedState:
 
     def _states(self, master: torch.Tensor) -> dict[torch.Tensor, dict[str, Any]]:
         """The optimizer's states of one of its tensors; packed ones in fp32, of the last tensor that was asked for."""
-        if not isinstance(self.base, PackedOptimizer):
+        if not isinstance(self.base, PACKED):
             return self.base.state  # type: ignore[no-any-return]
         if self._expanded is None or self._expanded[0] is not master:
             self._expanded = (master, self.base.expanded(master))

@@ -38,7 +38,7 @@ from toolkit.runtime.models.first_weights import (
     checkpoint_files,
     fresh_tensors,
 )
-from toolkit.runtime.models.parameter_shards import layout_of, replace_parameter, sites
+from toolkit.runtime.models.parameter_shards import freeze, layout_of, replace_parameter, sites
 from toolkit.runtime.models.stored_tensors import TensorInMemory, stored_tensors
 
 BUILDERS: dict[str | None, Any] = {
@@ -271,6 +271,7 @@ def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], Pre
         raise BadInput("model", f"transformers can't build it: {first_line(error)}") from None
     model.config.use_cache = False
     attention.install(model, section)
+    freeze(model, section.freeze)
     return model
 
 

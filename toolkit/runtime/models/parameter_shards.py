@@ -1,13 +1,16 @@
-"""Parameters of which a rank holds a slice: the position of the slice in the full parameter."""
+"""Marks of parameters: the position of a slice in the full parameter, what is partial, what is frozen."""
 
 from __future__ import annotations
 
+import fnmatch
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from toolkit.checkpoints.element_runs import Region, StridedRange
+from toolkit.errors import BadInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,3 +131,17 @@ def replace_parameter(where: Sites, old: torch.nn.Parameter, data: torch.Tensor)
     for module, key in where[id(old)]:
         module._parameters[key] = new
     return new
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude parameters from training by the patterns of their names; `BadInput` if one matches nothing."""
+    named = dict(model.named_parameters())
+    for pattern in patterns:
+        found = fnmatch.filter(named, pattern)
+        if not found:
+            shown = ", ".join(list(named)[:3])
+            raise BadInput("model.freeze", f"{pattern} matches no parameter; their names are {shown}, ...")
+        for name in found:
+            named[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in named.values()):
+        raise BadInput("model.freeze", "all parameters are frozen, so there is nothing to train; remove a pattern")

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.recipe.optimizer_sections import Muon as MuonSection
 from toolkit.recipe.sections import Train
+from toolkit.runtime.optimizers.adafactor import Adafactor
 from toolkit.runtime.optimizers.muon import Muon
 from toolkit.runtime.optimizers.onebit_adam import OneBitAdam
 from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
@@ -55,6 +56,8 @@ def own_optimizer(train: Train, config: dict[str, Any]) -> tuple[Make | None, di
     rest = {key: value for key, value in config.items() if key != "optimizer"}
     if train.optimizer == "onebit_adam":
         return (lambda parameters: OneBitAdam(parameters, train, lr)), rest
+    if train.optimizer == "adafactor":
+        return (lambda parameters: Adafactor(parameters, train, lr)), rest
     if train.optimizer == "schedule_free":
         return (lambda parameters: ScheduleFree(parameters, train, lr)), rest
     if train.optimizer == "muon":

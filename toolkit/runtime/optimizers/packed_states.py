@@ -172,13 +172,18 @@ class Rounded:
             state.setdefault(f"{kind}/bf16", {})[place] = bits.view(torch.float32).bfloat16()
 
 
-def _noise(region: Region, salt: int, device: torch.device) -> torch.Tensor:
-    """16 bits for each element of a parameter, which depend on nothing but the element and `salt`."""
+def positions(region: Region, device: torch.device) -> torch.Tensor:
+    """The place of each element in the flattened full parameter."""
     parts = []
     for run in region:
         rows = torch.arange(run.count, device=device)[:, None] * (run.stride or run.length) + run.start
         parts.append((rows + torch.arange(run.length, device=device)).view(-1))
-    bits = torch.cat(parts).to(torch.int32) ^ _signed(salt)
+    return torch.cat(parts)
+
+
+def _noise(region: Region, salt: int, device: torch.device) -> torch.Tensor:
+    """16 bits for each element of a parameter, which depend on nothing but the element and `salt`."""
+    bits = positions(region, device).to(torch.int32) ^ _signed(salt)
     for factor in (0x45D9F3B, 0x119DE1F3):
         bits = (bits ^ ((bits >> 16) & 0xFFFF)) * factor
     return (bits ^ (bits >> 15)) & 0xFFFF
