@@ -17,6 +17,7 @@ from toolkit.checkpoints.element_runs import (
     size,
     slice_runs,
     to_json,
+    within,
 )
 
 
@@ -56,6 +57,15 @@ def test_a_part_of_a_region_keeps_its_order() -> None:
         region = box(*random_box(rng)) + flat(1000, 1000 + rng.randint(0, 3))
         low, high = sorted(rng.randint(0, size(region)) for _ in range(2))
         assert elements(slice_runs(region, low, high)) == elements(region)[low:high]
+
+
+def test_elements_between_two_rows_of_a_stack() -> None:
+    """Columns 1 and 2 of two matrices of 3 by 4, one after the other: those of the second matrix."""
+    region = (StridedRange(1, 2, 4, 6),)
+    start, second = within(region, 12, 24)
+    assert (start, second) == (6, (StridedRange(1, 2, 4, 3),))
+    assert within(flat(5, 20), 12, 24) == (7, flat(0, 8))
+    assert within(flat(0, 12), 12, 24) == (0, ())
 
 
 def test_overlaps_are_the_shared_elements() -> None:

@@ -53,6 +53,20 @@ def test_zero_stages_shard_states_as_in_the_paper(stage: int, params: float, gra
     assert found.optimizer == pytest.approx(optimizer, abs=2)
 
 
+@pytest.mark.parametrize(
+    ("work", "per_parameter"),
+    [({"states": "8bit"}, 4 + 2 * (1 + 1 / 64)), ({"states": "bf16"}, 8), ({"averaged": True}, 16)],
+)
+def test_packed_states_and_averages(work: dict[str, object], per_parameter: float) -> None:
+    assert memory(plan(2), job(**work)).optimizer == pytest.approx(per_parameter * PSI / 8, abs=2)
+
+
+def test_muon_keeps_one_moment_of_the_layers_and_two_of_the_rest() -> None:
+    layers = sum(LLAMA_2_7B.layer_params)
+    expected = (8 * layers + 12 * (PSI - layers)) / 8
+    assert memory(plan(2), job(optimizer="muon")).optimizer == pytest.approx(expected, abs=2)
+
+
 def test_one_micro_batch_of_zero_1_is_not_summed() -> None:
     found, two = (
         memory(plan(1, micro_batch=8, grad_accum=1), job()),

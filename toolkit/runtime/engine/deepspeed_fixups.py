@@ -23,9 +23,10 @@ from toolkit.runtime.optimizers.onebit_adam import OneBitAdam, OneBitExchange
 from toolkit.runtime.optimizers.own_optimizers import LayerwiseOptimizer
 from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
 from toolkit.runtime.optimizers.packed_states import Packing, Piece, blocks, cut_blocks, rounded
+from toolkit.runtime.optimizers.partition import Group, Partition
 from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 from toolkit.runtime.optimizers.update_rules import Layers, Span
-from toolkit.runtime.optimizers.whole_matrices import Group, Partition, WholeMatrices, find_matrices
+from toolkit.runtime.optimizers.whole_matrices import WholeMatrices, find_matrices
 
 
 def undo_first_step(optimizer: Any) -> None:
