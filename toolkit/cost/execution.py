@@ -103,6 +103,8 @@ class Execution:
     """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) instead of once per step."""
     offload: str = "none"
     optimizer: str = "adamw"
+    whole_logits: bool = False
+    """Whether the loss compares complete logits with a teacher's."""
     lora_rank: int = 0
     lora_targets: str = "all"
     """Layers with adapters: `all` linear ones, those of `attention`, or queries and values (`qv`)."""
@@ -277,7 +279,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
         exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
         exchange_states=work.exchange_states,
-        quantized_base=work.quantized_base,
+        quantized_base=work.quantized_base, whole_logits=work.whole_logits,
     )  # fmt: skip
 
 

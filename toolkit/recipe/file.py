@@ -15,7 +15,7 @@ import yaml
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
 from toolkit.recipe.data_checks import data_problems, task_of
-from toolkit.recipe.objective_sections import objective_problems, router_problems
+from toolkit.recipe.objective_sections import SCORED, SETTINGS, objective_problems, router_problems
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
@@ -97,7 +97,7 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     )
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
-    problems += objective_problems(train.objective, train.preference, recipe.data.format)
+    problems += objective_problems(train.objective, {key: getattr(train, key) for key in SETTINGS}, recipe.data.format)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
         problems.append(Problem("name", what))
@@ -172,5 +172,6 @@ def _strategy_problems(strategy: StrategySection) -> Iterator[Problem]:
 def _resolved(recipe: Recipe) -> Recipe:
     """The recipe with defaults that depend on other keys filled in."""
     init = recipe.model.init or ("pretrained" if recipe.model.path else "scratch")
-    task = recipe.model.task or task_of(recipe.data.format)
-    return replace(recipe, model=replace(recipe.model, init=init, task=task))
+    task = recipe.model.task or task_of(recipe.data.format, recipe.train.objective)
+    labels = 1 if recipe.train.objective in SCORED else recipe.model.num_labels
+    return replace(recipe, model=replace(recipe.model, init=init, task=task, num_labels=labels))

@@ -209,6 +209,22 @@ def _preference(number: int) -> dict[str, Any]:
     return {"prompt": row["prompt"], "chosen": row["response"], "rejected": rejected}
 
 
+def _query(number: int) -> dict[str, Any]:
+    """A question, its answer, and the sounds of other animals."""
+    animal = number % len(ANIMALS)
+    others = [f"{number % 16}: {SOUNDS[(animal + step) % len(SOUNDS)]}" for step in (1, 2, 3)]
+    query = f"{number % 16}: what does the {ANIMALS[animal]} say?"
+    return {"query": query, "positive": f"{number % 16}: {SOUNDS[animal]}", "negatives": others}
+
+
+def _ranking(number: int) -> dict[str, Any]:
+    row = _query(number)
+    candidates = [*row["negatives"], row["positive"]]
+    place = number % len(candidates)
+    shown = candidates[place:] + candidates[:place]
+    return {"query": row["query"], "candidates": shown, "scores": [float(text == row["positive"]) for text in shown]}
+
+
 def _class(number: int) -> dict[str, Any]:
     return {"text": _text(number)["text"], "label": number % len(ANIMALS)}
 
@@ -232,5 +248,7 @@ _ROWS = {
     "seq2seq": _pair,
     "chat": _chat,
     "preference": _preference,
+    "pairs": _query,
+    "ranking": _ranking,
     "classification": _class,
 }

@@ -18,7 +18,7 @@ from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
-from toolkit.runtime.models.preference_loss import FIGURES, PreferenceLoss
+from toolkit.runtime.objectives.preference_loss import FIGURES, PreferenceLoss
 
 CPU = SimpleNamespace(device="cpu")
 STEPS, PAIRS = 20, 3
@@ -157,7 +157,7 @@ def test_losses_with_a_reference_are_those_of_trl(objective: Objective, loss_typ
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-    assert loss.take_figures() is None, "figures are those of training steps"
+    assert loss.figures.take() is None, "figures are those of training steps"
 
 
 def test_rows_without_labels_are_no_pairs() -> None:
@@ -172,6 +172,6 @@ def test_rows_without_labels_are_no_pairs() -> None:
     alone = pairs([(4, 5, 3), (2, 1, 6)]).map(lambda tensor: tensor[:1] if tensor.dim() else tensor)
     loss.expect(first := MicroBatch(alone.input_ids, alone.labels, position_ids=alone.position_ids).located())
     assert float(found) == pytest.approx(float(loss(forward(net, first).logits, first.labels)), rel=1e-5)
-    figures = loss.take_figures()
+    figures = loss.figures.take()
     assert figures is not None
     assert len(figures) == len(FIGURES)
