@@ -143,8 +143,8 @@ def objective_problems(objective: Objective | None, given: Mapping[str, Any], da
     """
     for section, objectives in SETTINGS.items():
         if given[section] is not None and objective not in objectives:
-            names = ", ".join(objectives)
-            yield Problem(f"train.{section}", f"unused with train.objective {objective or 'unset'}; it is for {names}")
+            why = "without train.objective" if objective is None else f"with train.objective {objective}"
+            yield Problem(f"train.{section}", f"unused {why}; it is for {', '.join(objectives)}")
     if objective is None:
         needed = [name for name, formats in FORMATS.items() if formats == (data_format,)]
         if needed:

@@ -55,7 +55,7 @@ from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_inf
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
 from toolkit.runtime.summary import Averages
-from toolkit.runtime.teacher import TeacherPass, with_teacher
+from toolkit.runtime.teacher import with_teacher
 
 
 @dataclass(frozen=True)
@@ -166,17 +166,8 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     dataset = load_data(recipe, input_spec_of(recipe.model), AllRanks(world), context.console)
     order = dataset.order(recipe, plan.global_batch)
     say = _speaker(world, context.console)
-    dataset = with_teacher(
-        dataset,
-        recipe,
-        lambda settings: TeacherPass(
-            recipe=recipe,
-            settings=settings,
-            world=world,
-            tick=lambda: context.heartbeat.move(phase="asking the teacher"),
-            say=_console_say(recipe, say) if world.rank == 0 else print,
-        ),
-    )
+    tell = _console_say(recipe, say) if world.rank == 0 else print
+    dataset = with_teacher(dataset, recipe, world, partial(context.heartbeat.move, phase="asking the teacher"), tell)
     last_step = num_steps(recipe, order)
     clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
     comm = comm_timer.install(clock, plan.tp * plan.token_parts)
@@ -203,7 +194,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
             cache=cache,
             model=model,
             tick=lambda: context.heartbeat.move(phase="computing the reference"),
-            say=_console_say(recipe, say) if world.rank == 0 else print,
+            say=tell,
         ),
     )
     engine.watch(clock)

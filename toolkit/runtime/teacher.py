@@ -215,9 +215,11 @@ def _tokenizer_of(section: Model) -> Iterator[Tokenizer]:
             yield load_tokenizer(None, section.path)
 
 
-def with_teacher(dataset: Dataset, recipe: Recipe, make: Callable[[Distill], TeacherPass]) -> Dataset:
-    """The data with what its objective learns from, if it has a teacher."""
-    if recipe.train.objective != "distill":
+def with_teacher(
+    dataset: Dataset, recipe: Recipe, world: World, tick: Callable[[], object], say: Callable[[str], object]
+) -> Dataset:
+    """The data with what its objective learns from, if it has a teacher. Collective."""
+    settings = recipe.train.distill
+    if recipe.train.objective != "distill" or settings is None:
         return dataset
-    assert recipe.train.distill is not None
-    return make(recipe.train.distill).over(dataset)
+    return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say).over(dataset)

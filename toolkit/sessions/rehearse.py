@@ -260,9 +260,8 @@ def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
 def _rows(recipe: Recipe) -> str:
     """What a row of the run's batches holds."""
     data = recipe.data
-    special = {"classification": "text", "embedding": "text", "image-classification": "image"}.get(
-        recipe.model.task or ""
-    )
+    texts = {"classification": "text", "embedding": "text", "image-classification": "image"}
+    special = texts.get(recipe.model.task or "")
     if special or data.path == "synthetic":
         return special or "plain"
     if not data.packing:

@@ -9,7 +9,9 @@ from typing import Any
 from toolkit.models.tiny_sizes import IMAGES, tiny_sizes
 from toolkit.plans.job import raw_config
 from toolkit.recipe.batch_sections import Reduce
+from toolkit.recipe.data_checks import ITEMS
 from toolkit.recipe.metrics_sections import Metrics, Wandb
+from toolkit.recipe.objective_sections import SCORED
 from toolkit.recipe.sections import ClusterSection, Data, Recipe, StrategySection, Train
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
@@ -32,7 +34,9 @@ def tiny_recipe(recipe: Recipe) -> Recipe:
         precision="fp32",
         attention="eager" if recipe.model.attention == "eager" else "auto",
         lora=lora and replace(lora, rank=min(lora.rank, LARGEST_RANK)),
-        num_labels=recipe.model.num_labels and max(recipe.model.num_labels, 4),
+        num_labels=1
+        if recipe.train.objective in SCORED
+        else recipe.model.num_labels and max(recipe.model.num_labels, 4),
         trust_remote_code=False,
     )
     return replace(
@@ -82,7 +86,7 @@ def _data(given: Data) -> Data:
     return Data(
         path="python-stdlib" if plain or given.format == "text" else "synthetic",
         format=given.format,
-        tokenizer=None if given.format == "image-classification" else "bytes",
+        tokenizer=_tokenizer(given),
         seq_len=2 * SEQ_LEN if given.format == "preference" else SEQ_LEN,  # a row may hold two answers
         negatives=min(given.negatives, 3),
         candidates=given.candidates,
@@ -92,6 +96,12 @@ def _data(given: Data) -> Data:
         eval_fraction=0.1 if given.eval_path or given.eval_fraction else 0.0,
         cache=given.cache,
     )
+
+
+def _tokenizer(given: Data) -> str | None:
+    if (given.tokenizer or "").startswith(ITEMS):
+        return f"{ITEMS}{VOCABULARY - 1}"
+    return None if given.format == "image-classification" else "bytes"
 
 
 def _train(given: Train, config: dict[str, Any]) -> Train:
