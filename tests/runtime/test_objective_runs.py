@@ -14,6 +14,7 @@ from toolkit import cli
 from toolkit.recipe.file import load_recipe
 from toolkit.runtime.corpus.sources import synthetic_sessions
 from toolkit.runtime.data.dataset import split
+from toolkit.runtime.teacher import PART_ROWS
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +57,10 @@ def test_a_run_resumes_in_another_layout(train: Trainer, tmp_path: Path, objecti
 
 def test_a_teachers_pass_resumes_and_is_not_trusted_when_damaged(train: Trainer, tmp_path: Path) -> None:
     distill = f"train.distill={{teacher_config: {json.dumps(TINY)}, top_k: 4, ce_weight: 0.5}}"
-    given = [data("chat", tmp_path), f"model.config={json.dumps(TINY)}", "train.objective=distill", distill]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{n} " * 12}) + "\n" for n in range(2 * PART_ROWS)))
+    source = f"data={{path: {rows}, tokenizer: bytes, seq_len: 32, cache: {tmp_path}}}"
+    given = [source, f"model.config={json.dumps(TINY)}", "train.objective=distill", distill]
     alone = train(*given, "strategy.name=data_parallel", nproc=1)
     parts = sorted(tmp_path.glob("teacher-*.safetensors"))
     assert len(parts) > 1
