@@ -15,7 +15,13 @@ import yaml
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
 from toolkit.recipe.data_checks import data_problems, task_of
-from toolkit.recipe.objective_sections import SCORED, SETTINGS, objective_problems, router_problems
+from toolkit.recipe.objective_sections import (
+    SCORED,
+    SETTINGS,
+    objective_problems,
+    reference_problems,
+    router_problems,
+)
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
@@ -97,6 +103,7 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     )
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
+    problems += reference_problems(train.objective, train.reference)
     problems += objective_problems(train.objective, {key: getattr(train, key) for key in SETTINGS}, recipe.data.format)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"

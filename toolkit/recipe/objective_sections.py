@@ -159,6 +159,15 @@ def objective_problems(objective: Objective | None, given: Mapping[str, Any], da
     yield from _unused(objective, given["preference"])
 
 
+def reference_problems(objective: Objective | None, reference: str | None) -> Iterator[Problem]:
+    """A reference that nothing reads, or that can't be had."""
+    if reference is not None and objective not in COMPARED:
+        yield Problem("train.reference", f"unused: only {', '.join(COMPARED)} compare with a reference; remove it")
+    elif reference == "live":
+        what = "live given; this version keeps no second model, and cached gives the same losses in less memory"
+        yield Problem("train.reference", f"{what}; use cached")
+
+
 _USED = {
     "beta": tuple(_DEFAULTS), "gamma": ("simpo",), "label_smoothing": ("dpo", "cpo"), "center_weight": ("reward",),
     "sft_weight": ("dpo", "ipo", "orpo", "simpo", "cpo"), "desirable_weight": ("kto",), "undesirable_weight": ("kto",),

@@ -158,6 +158,9 @@ class Train:
     """What is minimised instead of the cross-entropy; see docs/finetuning.md."""
     preference: Preference | None = None
     """Settings of objectives that learn from better and worse answers."""
+    reference: Literal["cached", "live"] | None = None
+    """Where `dpo`, `ipo` and `kto` get the reference's log-probabilities: `cached`, the default, computes them once
+    before training; `live`, which would keep a second model, is refused by this version."""
     rank: Rank | None = None
     """Settings of the objective `rank`."""
     contrastive: Contrastive | None = None
