@@ -10,12 +10,10 @@ from toolkit.cost.operators import LayerShape, Slice
 from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
+from toolkit.plans.optimizer_rules import COMPRESSING
 from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
-
-COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-"""Optimizers that exchange signs; their predicted traffic is that after `freeze_steps`."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,10 @@ class Execution:
     optimizer: str = "adamw"
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    states: str = "fp32"
+    """How moments are stored."""
+    averaged: bool = False
+    """Whether an fp32 average of the weights is kept."""
     lora_rank: int = 0
     lora_targets: str = "all"
     """Layers with adapters: `all` linear ones, those of `attention`, or queries and values (`qv`)."""
@@ -275,7 +277,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, accumulates_apart=accumulates_apart(plan),
         frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
-        offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
+        offload=plan.offload, optimizer=work.optimizer, states=work.states, averaged=work.averaged,
+        lora_rank=work.lora_rank,
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
         exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
         exchange_states=work.exchange_states,

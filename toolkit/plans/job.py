@@ -36,6 +36,8 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             seq_len=_sample_tokens(recipe, config),
             precision=recipe.model.precision,
             optimizer=recipe.train.optimizer,
+            states=recipe.train.states,
+            averaged=recipe.train.ema is not None,
             flash_attention=recipe.model.attention != "eager",
             compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,

@@ -52,7 +52,7 @@ from toolkit.runtime.models.build import (
     unadapted,
 )
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
-from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.objectives.contrastive_loss import ContrastiveLoss
 from toolkit.runtime.objectives.distill_loss import DistillLoss
@@ -109,7 +109,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
-    parts = ReplicaParts(loss=_loss_in_head(spec, model), routers=_routers(spec, model, mesh))
+    parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model), mesh), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
 
@@ -296,6 +296,8 @@ def _objective(spec: EngineSpec, loss: Loss, mesh: Mesh) -> Loss:
     """What the recipe minimises, given the loss of tokens."""
     train = spec.train
     settings = train.preference or Preference()
+    if train.label_smoothing:
+        loss = smoothed(loss, train.label_smoothing)
     if train.objective is None:
         return loss
     if train.objective == "kto":

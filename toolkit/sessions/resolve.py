@@ -169,7 +169,18 @@ def plan_notes(resolved: Resolved) -> list[str]:
     about = caveats(chosen.plan, resolved.recipe.train, resolved.job.workload.balance) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
     early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
-    return [*([gain] if gain else []), *early, *about, *_whole_residuals(resolved)]
+    return [*([gain] if gain else []), *early, *about, *_update_rules(resolved), *_whole_residuals(resolved)]
+
+
+def _update_rules(resolved: Resolved) -> Iterator[str]:
+    """Say which share of the parameters each of several update rules gets."""
+    model, section = resolved.job.model, resolved.recipe.model
+    if resolved.recipe.train.optimizer == "muon":
+        share = 1.0 if section.lora else sum(model.layer_params) / model.params
+        yield (
+            f"muon makes the updates of about {share:.1%} of the trained parameters orthogonal, the matrices of "
+            "layers; AdamW updates the rest"
+        )
 
 
 def _whole_residuals(resolved: Resolved) -> Iterator[str]:

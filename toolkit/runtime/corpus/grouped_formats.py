@@ -194,5 +194,8 @@ def key_columns(section: Data) -> tuple[str | int | None, ...]:
         return (section.query_column, section.positive_column, section.negatives_column, section.negatives)
     if section.format == "ranking":
         return (section.query_column, section.candidates_column, section.scores_column, section.candidates)
-    return (section.text_column, section.messages_column, section.prompt_column, section.response_column,
-            section.context_column, section.label_column)  # fmt: skip
+    usual = (section.text_column, section.messages_column, section.prompt_column, section.response_column,
+             section.context_column, section.label_column)  # fmt: skip
+    if (section.train_on, section.roles) != ("all", ("assistant",)):
+        return (*usual, section.train_on, *section.roles)
+    return usual
