@@ -101,6 +101,8 @@ class Execution:
     """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) instead of once per step."""
     offload: str = "none"
     optimizer: str = "adamw"
+    whole_logits: bool = False
+    """Whether the loss compares complete logits with a teacher's."""
     states: str = "fp32"
     """How moments are stored."""
     averaged: bool = False
@@ -280,7 +282,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
         exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
         exchange_states=work.exchange_states,
-        quantized_base=work.quantized_base,
+        quantized_base=work.quantized_base, whole_logits=work.whole_logits,
     )  # fmt: skip
 
 

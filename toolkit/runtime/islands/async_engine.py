@@ -104,6 +104,9 @@ class AsyncIslandEngine:
         self._clock = clock
         self._inner.watch(clock)
 
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        self._inner.look(batch)
+
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         return self._inner.evaluate(batch)
 
