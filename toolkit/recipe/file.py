@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInput, Problem
-from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
+from toolkit.recipe.batch_sections import (
+    interval_problems,
+    one_bit_problems,
+    outer_problems,
+    ramp_problems,
+    reduce_problems,
+)
 from toolkit.recipe.data_checks import data_problems, task_of
 from toolkit.recipe.objective_sections import objective_problems, router_problems
 from toolkit.recipe.schema import build, show
@@ -97,6 +103,7 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     )
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
+    problems += interval_problems(strategy.local_steps, train.outer)
     problems += objective_problems(train.objective, train.preference, recipe.data.format)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"

@@ -242,8 +242,8 @@ class StrategySection:
     """What shards matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
     islands: int | None = number(None, least=1)
     """Groups that synchronise every `local_steps` steps."""
-    local_steps: int | None = number(None, least=1)
-    """Steps between two exchanges between islands."""
+    local_steps: int | Literal["auto"] | None = number(None, least=1)
+    """Steps between two exchanges between islands; `auto`: as few as the measured link carries."""
     pipeline_bounds: tuple[int, ...] | None = None
     """First layer of each pipeline stage, and the number of layers, e.g. [0, 3, 6]; default: balanced by time."""
     schedule: PipelineSchedule | None = None
@@ -254,7 +254,7 @@ class StrategySection:
 
     def fixed(self) -> dict[str, Any]:
         """The axes that the recipe fixes: plan field → value."""
-        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) not in (None, "auto")}
 
 
 AXES = tuple(f.name for f in fields(StrategySection) if f.name not in ("name", "nvme_path"))

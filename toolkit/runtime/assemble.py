@@ -38,6 +38,7 @@ from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.evaluate import Evaluator
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
+from toolkit.runtime.islands.engine import MEETING_STEPS
 from toolkit.runtime.loop import Loop, Position, RemainingSteps, StepSource
 from toolkit.runtime.machine.counters import Counters, make_counters
 from toolkit.runtime.metrics import comm_timer
@@ -172,6 +173,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         deepspeed=spec.deepspeed,
         schedule=make_schedule(recipe.train, last_step),
         noise=recipe.metrics.noise_scale,
+        auto_steps=recipe.strategy.local_steps == "auto",
     )
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
@@ -219,6 +221,8 @@ def _position(
     reader = resume.find(spec.recipe.checkpoint, run.checkpoints, world, say)
     if reader is None:
         return Position(0, order)
+    if note := resume.crossing_note(reader, engine.state):
+        say(note)
     position = Position(*resume.resume(reader, engine.state, order, spec.recipe, world))
     if isinstance(dataset.train, Streamed):
         say(dataset.train.resume_at(reader.state.get("stream")))
@@ -304,7 +308,20 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
     yield HeartbeatHook(heartbeat)
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}
     yield CheckpointHook(**shared, due=_due(parts))
-    yield StopHook(**shared, stop=parts.context.stop, every=plan.local_steps, group=host_group())
+    leaves = {} if parts.async_island is None else {"leave": parts.async_island.hand_back}
+    yield StopHook(**shared, **leaves, stop=parts.context.stop, every=_meeting_steps(parts), group=host_group())
+
+
+def _meeting_steps(parts: _Parts) -> int:
+    """Steps between two questions to all ranks whether to stop.
+
+    Islands that train on during exchanges are not held up by more; an asynchronous island asks its own ranks only.
+    """
+    if parts.async_island is not None:
+        return 1
+    steps, outer = parts.spec.plan.local_steps, parts.recipe.train.outer
+    hidden = parts.spec.plan.islands > 1 and outer is not None and outer.mode == "overlap"
+    return -(-MEETING_STEPS // steps) * steps if hidden else steps
 
 
 def _due(parts: _Parts) -> Callable[[int], bool]:

@@ -91,6 +91,7 @@ class Observer:
             grad_sync_seconds=split.grad_sync_seconds,
             compiled_graphs=compiled_graphs(),
             preference=result.figures,
+            exchange=None if result.exchange is None else dict(result.exchange),
             router=router_load.summarise(result.numbers.routers),
             skipped=int(result.skipped),
             loss_scale=result.loss_scale,

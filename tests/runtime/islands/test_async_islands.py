@@ -20,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.conftest import Trainer
 from toolkit.checkpoints import store
 from toolkit.cli import main
 from toolkit.errors import BadInput
@@ -33,7 +34,7 @@ from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_store import Update, UpdateStore
 from toolkit.runtime.islands.signed_store import SignedStore
-from toolkit.runtime.islands.store_access import StoreKey, read_key
+from toolkit.runtime.islands.store_access import StoreKey, new_key, read_key
 from toolkit.runtime.islands.transports import open_transport
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
 from toolkit.sessions.islands import MeetingPlace, local_store, prepare_islands, watch_islands
@@ -253,7 +254,7 @@ def attack(place: MeetingPlace, count: int) -> None:
         lambda n: insider.write(f"update/1/{n // 8}/head", "nonsense"),
         lambda n: stranger.put(f"update/1/{n}/head", b"[0, 1.0, 1]"),
         lambda n: stranger.put(f"updates/1/{n + 1}", b""),
-        lambda n: foreign.write(f"update/1/{n}/head", [0, 1.0, 1]),
+        lambda n: foreign.write("open/1" if n % 16 < 8 else f"update/1/{n}/head", [0, 1.0, 1]),
         lambda n: stranger.put(f"update/1/{n}/1/0/0", bytes(9 << 20)),
     ]
     with contextlib.suppress(BadInput):  # the store is gone with the run
@@ -264,14 +265,84 @@ def attack(place: MeetingPlace, count: int) -> None:
 def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
     """An island alone in a run of two, left in peace and attacked: the same losses, bit for bit."""
     losses = []
-    for count in (0, 96):
+    for count in (0, 48):
         places: list[MeetingPlace] = []
         attacked = after(0, 1, lambda island, count=count, places=places: attack(places[0], count))  # type: ignore[misc]
-        done = together(only=0, meet=places.append, disturb=attacked)
+        done = together("train.steps=9", "strategy.local_steps=3", only=0, meet=places.append, disturb=attacked)
         assert done.code == 0, done.said
         losses.append([record["loss"] for record in done.records])
         log = done.run.island(0).log(0).read_text()
         assert ("is dropped" in log) == bool(count), log
+        [island, _] = json.loads(done.run.summary.read_text())["islands"]
+        assert (island.get("dropped_updates_of_1", 0) > 0) == bool(count), island
+        assert (island.get("rejected_values_of_1", 0) > 0) == bool(count), island
         done.run.path.rename(tmp_path / f"attacked {count} times")
     assert losses[0] == losses[1]
-    assert len(losses[0]) == 2 * STEPS
+    assert len(losses[0]) == 18
+
+
+def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Together) -> None:
+    done = together(disturb=after(1, 8, send(signal.SIGTERM)))
+    assert done.code == 0, done.said
+    assert "is handed back" in done.run.island(1).log(0).read_text()
+    done.assert_whole()
+    assert json.loads(done.run.island(1).summary.read_text())["status"] == "preempted"
+
+
+def test_a_provider_joins_with_an_address(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """`toolkit train --join ADDRESS` into a run that has never seen the island, which then does its share."""
+    place, key, recipe = (tmp_path / "store").as_uri(), tmp_path / "islands.key", tmp_path / "recipe.yaml"
+    new_key().write(key)
+    axes = {"name": "local_sgd", "islands": 2, "local_steps": 4, "zero_stage": 0}
+    train = {**recipe_mapping["train"], "steps": 60, "outer": {"mode": "async", "bits": 2}}
+    recipe.write_text(json.dumps({**recipe_mapping, "strategy": axes, "train": train, "checkpoint": {"every": 4}}))
+    common = ["--mailbox-key", str(key), "--run-dir"]
+    toolkit = [sys.executable, "-m", "toolkit", "train"]
+    first = [*toolkit, str(recipe), "--nproc", "2", "--island", "0", "--mailbox", place, *common, str(tmp_path / "a")]
+    with subprocess.Popen(first, stdout=subprocess.DEVNULL) as alone:
+        metrics = RunDir(tmp_path / "a").island(0).metrics
+        deadline = time.monotonic() + 120
+        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert subprocess.run([*toolkit, "--join", place, *common, str(tmp_path / "b")], check=False).returncode == 0
+        assert alone.wait(120) == 0
+    joined = RunDir(tmp_path / "b").island(2).metrics.read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in [*metrics.read_text().splitlines(), *joined]]
+    assert sorted(steps) == list(range(1, 121))
+    assert len(joined) >= 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "required with --join"),
+        (["--island", "0", "--mailbox-key", "k"], "can't be combined with --join"),
+        (["--nproc", "2", "--mailbox-key", "k"], "can't be combined with --join"),
+        (["--mailbox-key", "KEY"], "holds no job"),
+    ],
+)
+def test_joins_that_are_refused(tmp_path: Path, argv: list[str], reason: str, capsys: Any) -> None:
+    new_key().write(tmp_path / "islands.key")
+    given = [str(tmp_path / "islands.key") if word == "KEY" else word for word in argv]
+    assert main(["train", "--join", (tmp_path / "store").as_uri(), *given]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_every_strategy_reads_their_checkpoints(together: Together, train: Trainer, tmp_path: Path) -> None:
+    """Synchronous training continues at the next sample, and asynchronous islands continue from there."""
+    done = together("train.steps=6", "strategy.local_steps=3")
+    saved = store.path_of(done.run.checkpoints, 12)
+    more = ("train.steps=10", "checkpoint.every=10", f"checkpoint.resume={saved}", "metrics.sample_ids=true")
+    synchronous = train(*more, "strategy={name: zero, zero_stage: 2}", nproc=2, into=tmp_path / "zero")
+    assert [record["step"] for record in synchronous.records] == [7, 8, 9, 10]
+    whole = train("train.steps=10", "metrics.sample_ids=true", nproc=1)
+    assert [r["sample_ids"] for r in synchronous.records] == [r["sample_ids"] for r in whole.records[6:]]
+    assert synchronous.losses[0] < 0.9 * whole.losses[0]
+    islands = train(*more, "strategy={name: local_sgd, islands: 2, local_steps: 2}", nproc=2)
+    assert len(islands.losses) == 4
+    done.run.path.rename(tmp_path / "before")
+    back = store.path_of(synchronous.run.checkpoints, 10)
+    again = together("train.steps=16", "strategy.local_steps=2", "checkpoint.every=2", f"checkpoint.resume={back}")
+    assert again.code == 0, again.said
+    assert [record["step"] for record in again.records] == list(range(21, 33))

@@ -22,7 +22,7 @@ from toolkit.cli import main
 from toolkit.errors import BadInput, RankFailed
 from toolkit.run_dir.async_islands import Membership, parse_address
 from toolkit.runtime.islands.async_store import Update, UpdateStore
-from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
+from toolkit.runtime.islands.quantize import Encoding, ErrorFeedbackCodec
 from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import (
     ISLANDS_KEY,
@@ -186,7 +186,7 @@ def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> 
     def member(island: int, rank: int) -> UpdateStore:
         return UpdateStore(Membership(place[0], str(place[1]), island, 2), rank, 2)
 
-    codec = ErrorFeedbackCodec(8, torch.zeros(1000))
+    codec = ErrorFeedbackCodec(Encoding(8), torch.zeros(1000))
     content = codec.pack(torch.randn(1000))
     for rank in range(2):
         assert member(0, 0).num_updates(0) == 0
@@ -205,13 +205,14 @@ def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> 
         assert "malformed" in reader.fetch(0, 7, codec.num_bytes).problem
 
 
-@pytest.mark.parametrize("bits", [32, 8, 4])
-def test_damaged_changes_are_named(bits: int) -> None:
-    codec = ErrorFeedbackCodec(bits, torch.zeros(1000))
+@pytest.mark.parametrize("encoding", [Encoding(), Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.05)])
+def test_damaged_changes_are_named(encoding: Encoding) -> None:
+    codec = ErrorFeedbackCodec(encoding, torch.zeros(1000))
     content = codec.pack(torch.randn(1000))
     assert codec.problem(content) == ""
     assert "bytes" in codec.problem(content[:-1])
-    content[-4:] = torch.tensor([float("nan")]).view(torch.uint8)
+    scale = content.numel() - (encoding.kept * 4 if encoding.density < 1 else 0)  # places come last
+    content[scale - 4 : scale] = torch.tensor([float("nan")]).view(torch.uint8)
     assert "NaN" in codec.problem(content)
 
 

@@ -7,7 +7,9 @@ values are signed with the run's secret (`signed_store.py`); what other islands 
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +21,10 @@ from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import read_key
 from toolkit.runtime.islands.transports import open_transport
 
+BEAT, JOINING = "beat", "joining"
+"""Kinds of heartbeats: of islands that train, and of those that wait to."""
+EXTRA = "extra"
+"""Counter of islands that have joined beyond those of the plan."""
 PIECE_BYTES = 4 << 20
 """Larger values are split, so that a slow link never carries a request of minutes."""
 
@@ -62,13 +68,25 @@ class UpdateStore:
         self.number, self.first, self.exists = self._store.number, self._store.first, self._store.exists
         self.write, self.read = self._store.write, self._store.read
 
-    def beat(self, island: int) -> int:
-        """Newest heartbeat of an island: a number that grows while it lives; 0 before its first."""
-        return int(self.read(f"beat/{island}", 0))
+    def rejected(self) -> Counter[int]:
+        """Island → keys under its name with values of a wrong signature or an old version; -1: keys of no island."""
+        found: Counter[int] = Counter()
+        for key in list(self._store.rejected):
+            name = key.split("/")[1:2]
+            found[int(name[0]) if name and name[0].isdecimal() else -1] += 1
+        return found
 
-    def send_beat(self, number: int) -> None:
+    def num_islands(self) -> int:
+        """Islands that belong to the run, whether they live or not: those of the plan, and all that have joined."""
+        return self._membership.islands + self.number(EXTRA)
+
+    def beat(self, island: int, kind: str = BEAT) -> int:
+        """Newest heartbeat of an island: a number that grows while it lives; 0 before its first."""
+        return int(self.read(f"{kind}/{island}", 0))
+
+    def send_beat(self, number: int, kind: str = BEAT) -> None:
         """Write this island's heartbeat."""
-        self.write(f"beat/{self._membership.island}", number)
+        self.write(f"{kind}/{self._membership.island}", number)
 
     def publish(self, update: Update, incarnation: int) -> None:
         """Publish this rank's shard; the update becomes visible once every rank of the island has done so."""
@@ -125,22 +143,31 @@ class UpdateStore:
     def _put(self, key: str, content: torch.Tensor) -> None:
         for number, start in enumerate(range(0, content.numel(), PIECE_BYTES)):
             self._store.put(f"{key}/{number}", content[start : start + PIECE_BYTES].numpy().tobytes())
-        self.write(f"{key}/bytes", content.numel())
+        self.write(f"{key}/bytes", [content.numel(), _hash(content)])
 
     def _get(self, key: str, num_bytes: int) -> torch.Tensor | None:
-        """The bytes under a key; None unless they are signed and exactly as many as expected."""
-        if self.read(f"{key}/bytes") != num_bytes:
+        """The bytes under a key; None unless they are signed, as many as expected, and those that were written."""
+        head = self.read(f"{key}/bytes")
+        if not isinstance(head, list) or head[:1] != [num_bytes]:
             return None
         pieces = [self._store.get(f"{key}/{number}") for number in range(-(-num_bytes // PIECE_BYTES))]
         found = bytearray(b"".join(piece for piece in pieces if piece is not None))
         if len(found) != num_bytes:
             return None
-        return torch.frombuffer(found, dtype=torch.uint8) if found else torch.zeros(0, dtype=torch.uint8)
+        content = torch.frombuffer(found, dtype=torch.uint8) if found else torch.zeros(0, dtype=torch.uint8)
+        return content if head[1:] == [_hash(content)] else None
 
     def _remove(self, key: str) -> None:
-        for number in range(-(-int(self.read(f"{key}/bytes", 0)) // PIECE_BYTES)):
+        head = self.read(f"{key}/bytes")
+        num_bytes = int(head[0]) if isinstance(head, list) else 0
+        for number in range(-(-num_bytes // PIECE_BYTES)):
             self._store.delete(f"{key}/{number}")
         self._store.delete(f"{key}/bytes")
+
+
+def _hash(content: torch.Tensor) -> str:
+    """Of all pieces together: each is signed, but only this shows that they are of one and the same value."""
+    return hashlib.sha256(content.numpy()).hexdigest()
 
 
 def _is_head(head: Any) -> bool:

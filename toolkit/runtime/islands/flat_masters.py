@@ -12,6 +12,8 @@ from toolkit.runtime.checkpoint.fragments import WEIGHT, Fragment, Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
 
+EVERYTHING = slice(None)
+
 
 class FlatMasters:
     """Under ZeRO a rank's own fragments; otherwise an equal part of the masters, which all ranks of the island hold."""
@@ -20,26 +22,26 @@ class FlatMasters:
         self._state, self._mesh = state, mesh
         self._shares = mesh.plan.zero_stage == 0 and mesh.plan.dp > 1
 
-    def part(self) -> torch.Tensor:
-        """A copy of this rank's part in host memory, concatenated."""
-        whole = flat([fragment.tensor for fragment in self._weights()]).cpu()
+    def part(self, where: slice = EVERYTHING) -> torch.Tensor:
+        """A copy of this rank's part in host memory, concatenated, or of a range of it."""
+        whole = flat([fragment.tensor for fragment in self._weights()])
         if not self._shares:
-            return whole
+            return whole[where].cpu()
         width = -(-whole.numel() // self._mesh.plan.dp)
         padded = torch.nn.functional.pad(whole, (0, width * self._mesh.plan.dp - whole.numel()))
-        return padded[self._mesh.data * width : (self._mesh.data + 1) * width].clone()
+        return padded[self._mesh.data * width : (self._mesh.data + 1) * width][where].cpu().clone()
 
-    def write(self, part: torch.Tensor) -> None:
-        """Overwrite the masters with the parts of all ranks of the island. Collective over the island."""
-        found = part
+    def write(self, part: torch.Tensor, where: slice = EVERYTHING) -> None:
+        """Overwrite the masters with the parts of all ranks of the island, or a range of each. Collective over it."""
+        begin, pieces = where.start or 0, [part]
+        weights = self._weights()
+        width = -(-sum(fragment.tensor.numel() for fragment in weights) // self._mesh.plan.dp)
         if self._shares:
             found = torch.empty(part.numel() * self._mesh.plan.dp, device=device())
             dist.all_gather_into_tensor(found, part.to(device()), group=self._mesh.data_group)
-        begin = 0
-        for fragment in self._weights():
-            size = fragment.tensor.numel()
-            fragment.tensor.copy_(found[begin : begin + size].view_as(fragment.tensor))
-            begin += size
+            pieces = list(found.view(self._mesh.plan.dp, -1))
+        for rank, piece in enumerate(pieces):
+            _overwrite(weights, piece, rank * width + begin)
         self._state.refresh()
 
     def fragments(self, kind: str, state: torch.Tensor) -> Iterator[Fragment]:
@@ -58,6 +60,17 @@ class FlatMasters:
 
     def _weights(self) -> list[Fragment]:
         return [fragment for fragment in self._state.fragments() if fragment.kind == WEIGHT]
+
+
+def _overwrite(weights: Sequence[Fragment], values: torch.Tensor, begin: int) -> None:
+    """Write values over the elements from `begin` on, counted over all fragments; beyond the last is padding."""
+    end, at = begin + values.numel(), 0
+    for fragment in weights:
+        size = fragment.tensor.numel()
+        low, high = max(begin, at), min(end, at + size)
+        if low < high:
+            fragment.tensor.view(-1)[low - at : high - at].copy_(values[low - begin : high - begin])
+        at += size
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

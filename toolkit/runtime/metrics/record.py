@@ -51,6 +51,9 @@ class Record:
     preference: dict[str, float] | None = None
     """Under a preference objective, means over the pairs of this step: rewards, their margin, how often the chosen
     answer has the larger one, and log-probabilities."""
+    exchange: dict[str, float] | None = None
+    """Of islands: the rhythm (`local_steps`, `fragments`, `bits`), and what the first rank's exchanges have sent and
+    cost so far (`exchanges`, `sent_bytes`, `busy_seconds`, and `waited_seconds` in which training stood still)."""
     router: dict[str, float] | None = None
     """Of a mixture's routers: `loss` that they add to the cross-entropy, `balance` before its factor, mean `entropy` of
     the load (1: even), `max_over_mean` of the worst layer, and `dead_experts`, without any token, of all `experts`."""
