@@ -94,7 +94,7 @@ def islands(run: RecordedRun) -> list[dict[str, Any]]:
 def _island(island: int, records: list[dict[str, float]], start: float) -> dict[str, Any]:
     records = sorted(records, key=lambda one: one["time"])
     shown, last = records[:: max(1, len(records) // SHOWN_POINTS)], records[-1]
-    columns = {
+    columns: dict[str, list[float | None]] = {
         name: [one.get(name) for one in shown]
         for name in ("step", "staleness", "sent_bytes", "local_steps", "bits", "islands")
         if name in last

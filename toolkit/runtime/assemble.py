@@ -308,8 +308,8 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
     yield HeartbeatHook(heartbeat)
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}
     yield CheckpointHook(**shared, due=_due(parts))
-    leaves = {} if parts.async_island is None else {"leave": parts.async_island.hand_back}
-    yield StopHook(**shared, **leaves, stop=parts.context.stop, every=_meeting_steps(parts), group=host_group())
+    leave = parts.async_island.hand_back if parts.async_island else None
+    yield StopHook(**shared, leave=leave, stop=parts.context.stop, every=_meeting_steps(parts), group=host_group())
 
 
 def _meeting_steps(parts: _Parts) -> int:

@@ -161,7 +161,8 @@ EARLY_STEPS = 8
 """Most steps between exchanges at which islands from random weights stay near synchronous training."""
 TOO_EARLY = (
     "islands that begin with random weights and seldom exchange gain little from one another: use "
-    "strategy.local_steps=4 with train.outer.bits=2, or train inside one site first and resume from there with checkpoint.resume"
+    "strategy.local_steps=4 with train.outer.bits=2, or train inside one site first and resume from there with "
+    "checkpoint.resume"
 )
 ADAPTS = (
     "the run measures its steps and the link between islands, and chooses how often, in how many fragments and bits to "

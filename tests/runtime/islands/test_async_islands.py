@@ -37,7 +37,15 @@ from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import StoreKey, new_key, read_key
 from toolkit.runtime.islands.transports import open_transport
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
-from toolkit.sessions.islands import MeetingPlace, local_store, prepare_islands, watch_islands
+from toolkit.sessions.islands import (
+    IslandOptions,
+    MeetingPlace,
+    check_store,
+    join_job,
+    local_store,
+    prepare_islands,
+    watch_islands,
+)
 from toolkit.sessions.resolve import resolve
 
 pytestmark = pytest.mark.slow
@@ -170,12 +178,13 @@ def test_a_run_that_is_stopped_goes_on(together: Together) -> None:
 
 @dataclass(frozen=True)
 class Lagging:
-    """The second island's steps take longer."""
+    """The steps of an island take longer."""
 
     seconds: float
+    island: int = 1
 
     def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
-        if env["TOOLKIT_ISLAND"].startswith("1/"):
+        if env["TOOLKIT_ISLAND"].startswith(f"{self.island}/"):
             step = ReplicaEngine.step
 
             def slow(*args: Any) -> Any:
@@ -290,27 +299,59 @@ def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Togethe
 
 
 def test_a_provider_joins_with_an_address(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
-    """`toolkit train --join ADDRESS` into a run that has never seen the island, which then does its share."""
-    place, key, recipe = (tmp_path / "store").as_uri(), tmp_path / "islands.key", tmp_path / "recipe.yaml"
-    new_key().write(key)
-    axes = {"name": "local_sgd", "islands": 2, "local_steps": 4, "zero_stage": 0}
-    train = {**recipe_mapping["train"], "steps": 60, "outer": {"mode": "async", "bits": 2}}
-    recipe.write_text(json.dumps({**recipe_mapping, "strategy": axes, "train": train, "checkpoint": {"every": 4}}))
-    common = ["--mailbox-key", str(key), "--run-dir"]
-    toolkit = [sys.executable, "-m", "toolkit", "train"]
-    first = [*toolkit, str(recipe), "--nproc", "2", "--island", "0", "--mailbox", place, *common, str(tmp_path / "a")]
-    with subprocess.Popen(first, stdout=subprocess.DEVNULL) as alone:
-        metrics = RunDir(tmp_path / "a").island(0).metrics
-        deadline = time.monotonic() + 120
-        while not metrics.is_file() or len(metrics.read_text().splitlines()) < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert subprocess.run([*toolkit, "--join", place, *common, str(tmp_path / "b")], check=False).returncode == 0
-        assert alone.wait(120) == 0
-    joined = RunDir(tmp_path / "b").island(2).metrics.read_text().splitlines()
-    steps = [json.loads(line)["step"] for line in [*metrics.read_text().splitlines(), *joined]]
-    assert sorted(steps) == list(range(1, 121))
-    assert len(joined) >= 4
+    """`toolkit train --join ADDRESS`: an island that the run has never seen reads the recipe and does its share."""
+    place = MeetingPlace((tmp_path / "store").as_uri(), str(tmp_path / "islands.key"))
+    new_key().write(Path(place.key_file))
+    axes = ("strategy={name: local_sgd, islands: 2, local_steps: 4}", "train.outer={mode: async, bits: 2}")
+    resolved = resolve(make_recipe(recipe_mapping, [*axes, "train.steps=40", "checkpoint.every=4"]), 2)
+    check_store(place, resolved)
+    runs = [resolved.write(tmp_path / "first")]
+    islands = prepare_islands(resolved, runs[0], place, 0)
+    enter = Lagging(0.15, island=0)
+    first = threading.Thread(
+        target=watch_islands, args=(islands, Console(file=io.StringIO()), 0, lambda c: WarmProcess.start(c, enter))
+    )
+    first.start()
+    metrics = runs[0].island(0).metrics
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 4:
+        time.sleep(0.02)
+    options = IslandOptions(place.address, Path(place.key_file))
+    for number in (2, 3):  # two providers, one after the other
+        recipe, nproc, chosen = join_job(options, ["name=provider"])
+        assert (recipe.name, recipe.train.outer, nproc, chosen.island) == (
+            "provider",
+            resolved.recipe.train.outer,
+            2,
+            number,
+        )
+    own = resolve(recipe, nproc)
+    check_store(place, own)
+    runs.append(own.write(tmp_path / "provider"))
+    late = prepare_islands(own, runs[1], place, chosen.island)
+    assert watch_islands(late, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    first.join(120)
+    records = [
+        json.loads(line)
+        for n, run in ((0, runs[0]), (3, runs[1]))
+        for line in run.island(n).metrics.read_text().splitlines()
+    ]
+    assert sorted(record["step"] for record in records) == list(range(1, 81))
+    assert sum(record["exchange"]["island"] == 3 for record in records) >= 8
+    assert any(record["exchange"]["staleness"] for record in records)
+
+
+def test_code_of_another_host_runs_here_only_if_it_is_typed_here(
+    recipe_mapping: dict[str, Any], tmp_path: Path
+) -> None:
+    place = MeetingPlace((tmp_path / "store").as_uri(), str(tmp_path / "islands.key"))
+    new_key().write(Path(place.key_file))
+    axes = ("strategy={name: local_sgd, islands: 2}", "train.outer={mode: async}", "metrics.sinks=[json.decoder]")
+    resolved = resolve(make_recipe(recipe_mapping, [*axes, "model.trust_remote_code=true"]), 2)
+    check_store(place, resolved)
+    options = IslandOptions(place.address, Path(place.key_file))
+    with pytest.raises(BadInput, match="Python code of the model would run here"):
+        join_job(options, [])
+    assert join_job(options, ["model.trust_remote_code=true"]).recipe.metrics.sinks == ()
 
 
 @pytest.mark.parametrize(

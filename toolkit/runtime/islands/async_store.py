@@ -167,7 +167,7 @@ class UpdateStore:
 
 def _hash(content: torch.Tensor) -> str:
     """Of all pieces together: each is signed, but only this shows that they are of one and the same value."""
-    return hashlib.sha256(content.numpy()).hexdigest()
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
 def _is_head(head: Any) -> bool:
