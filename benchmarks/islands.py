@@ -157,8 +157,11 @@ def _link(start: list[str], steps: int, warm: int) -> list[Run]:
 
 FEW_BITS = "strategy={name: local_sgd, islands: 2, local_steps: 4, zero_stage: 0}"
 FRESH = {
-    "2 bits every 4 steps": (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto}"),
-    "auto": (FEW_BITS.replace("4,", "auto,"), "train.outer={bits: auto, mode: overlap, fragments: auto}"),
+    "2 bits every 4 steps": (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto, inner_lr: 1.41}"),
+    "auto": (
+        FEW_BITS.replace("4,", "auto,"),
+        "train.outer={bits: auto, mode: overlap, fragments: auto, inner_lr: 1.41}",
+    ),
 }
 """Islands from random weights: name → overrides."""
 

@@ -164,6 +164,10 @@ TOO_EARLY = (
     "strategy.local_steps=4 with train.outer.bits=2, or train inside one site first and resume from there with "
     "checkpoint.resume"
 )
+LARGER_RATE = (
+    "AdamW inside an island normalises by the noise of its own, smaller batch: train.outer.inner_lr={0:.3g}, the "
+    "square root of {1} islands, comes nearest to synchronous training"
+)
 ADAPTS = (
     "the run measures its steps and the link between islands, and chooses how often, in how many fragments and bits to "
     "exchange; the plan shows where it begins"
@@ -178,6 +182,9 @@ def plan_notes(resolved: Resolved) -> list[str]:
     apart = chosen is not None and chosen.plan.islands > 1
     early = [TOO_EARLY] if chosen and apart and fresh and chosen.plan.local_steps > EARLY_STEPS else []
     adapts = [ADAPTS] if apart and resolved.job.workload.exchange.adapts else []
+    outer = resolved.recipe.train.outer
+    if chosen and apart and resolved.recipe.train.optimizer == "adamw" and (outer is None or outer.inner_lr == 1.0):
+        adapts.append(LARGER_RATE.format(chosen.plan.islands**0.5, chosen.plan.islands))
     return [*([gain] if gain else []), *early, *adapts, *about, *_whole_residuals(resolved)]
 
 
