@@ -81,8 +81,8 @@ def add_join_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join",
         metavar="ADDRESS",
-        help="join the running job of this update store as one more island; the store has its recipe, and key=value "
-        "says what differs here (data.path, for example)",
+        help="join the running job of this update store as one more island, of --nproc processes (default: 1); the "
+        "store has its recipe, and key=value says what differs here (data.path, for example)",
     )
 
 
@@ -91,9 +91,8 @@ def read_join_options(args: argparse.Namespace) -> LaunchOptions:
     for name in ("rendezvous", "island", "hostfile"):
         if getattr(args, name) is not None:
             raise BadInput(f"--{name}", "can't be combined with --join, which finds its place in the job by itself")
-    if args.nproc is not None or args.tiny:
-        option = "--tiny" if args.tiny else "--nproc"
-        raise BadInput(option, "can't be combined with --join: model and ranks of an island are those of the job")
+    if args.tiny:
+        raise BadInput("--tiny", "can't be combined with --join: an island trains the model of the job")
     key = _key_file(args, True)
     if key is None:
         raise BadInput("--mailbox-key", f"required with --join: the secret of the job, in a file; or set ${KEY}")

@@ -76,7 +76,7 @@ def _read(args: argparse.Namespace) -> tuple[Recipe, int | None, LaunchOptions]:
     if args.join is None:
         return read_recipe(args), args.nproc, read_launch_options(args)
     options = read_join_options(args)
-    joining = join_job(options.islands, [*([args.recipe] if args.recipe else []), *args.overrides])
+    joining = join_job(options.islands, [*([args.recipe] if args.recipe else []), *args.overrides], args.nproc)
     return joining.recipe, joining.nproc, replace(options, islands=joining.options)
 
 

@@ -131,8 +131,10 @@ class Joining(NamedTuple):
     options: IslandOptions
 
 
-def join_job(options: IslandOptions, overrides: Sequence[str]) -> Joining:
+def join_job(options: IslandOptions, overrides: Sequence[str], ranks: int | None = None) -> Joining:
     """Read the recipe of a running job from its store and take a place among its islands.
+
+    `ranks`: of this island, which may have more or fewer than the others; default: one, or as the cluster says.
 
     Code that the recipe names (`metrics.sinks`, `model.trust_remote_code`) was typed on another host: it runs here only
     if it is typed here, too.
@@ -161,8 +163,8 @@ def join_job(options: IslandOptions, overrides: Sequence[str]) -> Joining:
         what = f"true in {source}: Python code of the model would run here; if you trust it, add "
         raise BadInput("model.trust_remote_code", f"{what}model.trust_remote_code=true")
     number = settings["strategy.islands"] + store.number(EXTRA, 1) - 1
-    nproc = settings["strategy.islands"] * settings["strategy.dp"] if recipe.cluster == "auto" else None
-    return Joining(recipe, nproc, replace(options, island=number, joins=True))
+    total = settings["strategy.islands"] * (ranks or 1) if recipe.cluster == "auto" else None
+    return Joining(recipe, total, replace(options, island=number, joins=True))
 
 
 def shared_settings(resolved: Resolved) -> dict[str, Any]:
@@ -172,7 +174,7 @@ def shared_settings(resolved: Resolved) -> dict[str, Any]:
     own = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     for key in ("model.path", "data.path", "train.hang_timeout_seconds"):
         own.pop(key, None)
-    axes = {f"strategy.{axis}": getattr(plan, axis) for axis in ("islands", "local_steps", "dp", "zero_stage")}
+    axes = {f"strategy.{axis}": getattr(plan, axis) for axis in ("islands", "local_steps")}
     return dict(json.loads(json.dumps({**own, **axes})))
 
 

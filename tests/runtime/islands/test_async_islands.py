@@ -32,7 +32,7 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_store import Update, UpdateStore
+from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
 from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import StoreKey, new_key, read_key
 from toolkit.runtime.islands.transports import open_transport
@@ -256,9 +256,14 @@ def attack(place: MeetingPlace, count: int) -> None:
     stranger, other = open_transport(place.address, key), StoreKey(b"o" * 32)
     foreign = SignedStore(stranger, other)
     insider = UpdateStore(Membership(place.address, place.key_file, 1, 2), 0, 1)
+    insider.write("layout/1/1/0", insider.read("layout/0/1/0"))
+
+    def update(serial: int, number: int, content: torch.Tensor) -> Update:
+        return Update(1, serial, number, 0.5, (Piece(content.numel(), content),))
+
     kinds: list[Callable[[int], object]] = [
-        lambda n: insider.publish(Update(1, n // 8, n, 0.5, torch.full((7,), 255, dtype=torch.uint8)), 1),
-        lambda n: insider.publish(Update(1, n // 8, 10**9, 0.5, torch.zeros(4, dtype=torch.uint8)), 1),
+        lambda n: insider.publish(update(n // 8, n, torch.full((7,), 255, dtype=torch.uint8)), 1),
+        lambda n: insider.publish(update(n // 8, 10**9, torch.zeros(4, dtype=torch.uint8)), 1),
         lambda n: insider.write(f"update/1/{n // 8}/head", [0, float("inf"), 1]),
         lambda n: insider.write(f"update/1/{n // 8}/head", "nonsense"),
         lambda n: stranger.put(f"update/1/{n}/head", b"[0, 1.0, 1]"),
@@ -354,12 +359,32 @@ def test_code_of_another_host_runs_here_only_if_it_is_typed_here(
     assert join_job(options, ["model.trust_remote_code=true"]).recipe.metrics.sinks == ()
 
 
+def test_islands_of_unequal_size_train_one_model(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """One rank with full weights, and two ranks that shard theirs: each finds its elements in the other's updates."""
+    place = MeetingPlace((tmp_path / "store").as_uri(), str(tmp_path / "islands.key"))
+    new_key().write(Path(place.key_file))
+    axes = ("train.outer={mode: async, bits: 8}", "train.steps=12", "checkpoint.every=3")
+    strategy = "strategy={{name: local_sgd, islands: 2, local_steps: 3, zero_stage: {}}}"
+    sites = []
+    for number, (stage, ranks) in enumerate([(0, 1), (2, 2)]):
+        resolved = resolve(make_recipe(recipe_mapping, [*axes, strategy.format(stage)]), 2 * ranks)
+        check_store(place, resolved)
+        sites += prepare_islands(resolved, resolved.write(tmp_path / str(number)), place, number)
+    assert watch_islands(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    done = [Ended(RunDir(tmp_path / str(number)), 0, "") for number in (0, 1)]
+    steps = [json.loads(line)["step"] for site in sites for line in site.run.metrics.read_text().splitlines()]
+    assert sorted(steps) == list(range(1, 25))
+    assert all(len(site.run.metrics.read_text().splitlines()) >= 3 for site in sites)
+    first, second = done[0].weights(0), done[1].weights(1)
+    assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
+
+
 @pytest.mark.parametrize(
     ("argv", "reason"),
     [
         ([], "required with --join"),
         (["--island", "0", "--mailbox-key", "k"], "can't be combined with --join"),
-        (["--nproc", "2", "--mailbox-key", "k"], "can't be combined with --join"),
+        (["--tiny", "--mailbox-key", "k"], "can't be combined with --join"),
         (["--mailbox-key", "KEY"], "holds no job"),
     ],
 )

@@ -18,10 +18,12 @@ import httpx
 import pytest
 import torch
 
+from toolkit.checkpoints.element_runs import flat
 from toolkit.cli import main
 from toolkit.errors import BadInput, RankFailed
 from toolkit.run_dir.async_islands import Membership, parse_address
-from toolkit.runtime.islands.async_store import Update, UpdateStore
+from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
+from toolkit.runtime.islands.flat_masters import Layout
 from toolkit.runtime.islands.quantize import Encoding, ErrorFeedbackCodec
 from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import (
@@ -183,26 +185,39 @@ def test_another_secret_reads_and_writes_nothing(place: tuple[str, Path], tmp_pa
 
 
 def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> None:
-    def member(island: int, rank: int) -> UpdateStore:
-        return UpdateStore(Membership(place[0], str(place[1]), island, 2), rank, 2)
+    """An island of two ranks writes, one of a single rank reads both parts."""
 
-    codec = ErrorFeedbackCodec(Encoding(8), torch.zeros(1000))
-    content = codec.pack(torch.randn(1000))
-    for rank in range(2):
+    def member(island: int, rank: int) -> UpdateStore:
+        return UpdateStore(Membership(place[0], str(place[1]), island, 2), rank, 2 - island)
+
+    encoding, whole = Encoding(8), Layout(2000, (("w", flat(0, 1999)),))  # with padding
+    codec = ErrorFeedbackCodec(encoding, torch.zeros(1000))
+    contents = [codec.pack(torch.randn(1000)) for _ in range(2)]
+    for rank, content in enumerate(contents):
         assert member(0, 0).num_updates(0) == 0
-        member(0, rank).publish(Update(0, 0, 5, 0.5, content), incarnation=1)
-    reader = member(1, 1)
+        member(0, rank).put_layout(1, Layout(1000, (("w", flat(1000 * rank, min(1000 * rank + 1000, 1999))),)))
+        member(0, rank).publish(Update(0, 0, 5, 0.5, (Piece(1000, content),)), incarnation=1)
+    reader = member(1, 0)
     assert reader.num_updates(0) == 1
-    found = reader.fetch(0, 0, codec.num_bytes)
+    found = reader.fetch(0, 0, whole, encoding)
     assert (found.round, found.weight, found.problem) == (5, 0.5, "")
-    assert torch.equal(found.content, content)
-    assert "signed bytes" in reader.fetch(0, 0, codec.num_bytes + 1).problem
-    assert "head" in reader.fetch(0, 1, codec.num_bytes).problem
+    change = torch.zeros(2000)
+    for piece in found.pieces:
+        piece.copy_into(change, encoding.unpack(piece.content, piece.size))
+    expected = torch.cat([encoding.unpack(content, 1000) for content in contents])
+    assert torch.equal(change[:1999], expected[:1999])
+    assert "signed bytes" in reader.fetch(0, 0, whole, Encoding(4)).problem
+    assert "head" in reader.fetch(0, 1, whole, encoding).problem
+    larger = Layout(3000, (("w", flat(0, 3000)),))
+    assert "1999 of the 3000" in member(1, 0).fetch(0, 0, larger, encoding).problem
     member(0, 1).drop([0])
-    assert "signed bytes" in reader.fetch(0, 0, codec.num_bytes).problem
+    assert "signed bytes" in reader.fetch(0, 0, whole, encoding).problem
     for head in ([1], ["1", 1, 1], [1, float("inf"), 1], {"round": 1}):
         reader.write("update/0/7/head", head)
-        assert "malformed" in reader.fetch(0, 7, codec.num_bytes).problem
+        assert "malformed" in reader.fetch(0, 7, whole, encoding).problem
+    member(0, 0).write("layout/0/2/0", [1, "nonsense"])
+    reader.write("update/0/8/head", [1, 1.0, 2])
+    assert "layout" in reader.fetch(0, 8, whole, encoding).problem
 
 
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.05)])

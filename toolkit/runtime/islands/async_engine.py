@@ -28,7 +28,7 @@ from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.async_join import Claims, Joined, Limits, ask_to_redo, join
-from toolkit.runtime.islands.async_store import Snapshot, Update, UpdateStore
+from toolkit.runtime.islands.async_store import Piece, Snapshot, Update, UpdateStore
 from toolkit.runtime.islands.async_transfer import BackgroundTransfer
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 from toolkit.runtime.islands.flat_masters import FlatMasters
@@ -156,7 +156,7 @@ class AsyncIslandEngine:
     def rounds(self, waits: Waits) -> Iterator[range]:
         """Steps to train, one round at a time, until all islands together have done all, or a stop is requested."""
         self._transfer = BackgroundTransfer(
-            self._membership, self._mesh.data, self._mesh.plan.dp, self._codec.num_bytes
+            self._membership, self._mesh.data, self._mesh.plan.dp, self._state.layout, self._codec.encoding
         )
         try:
             joined = join(self._store, self._membership, self._state, self._agree, self._all, waits.tick)
@@ -217,7 +217,7 @@ class AsyncIslandEngine:
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         shared = state.shared
         for update in updates:
-            shared = shared - update.weight * self._codec.unpack(update.content)
+            shared = shared - update.weight * self._change(update)
             state.completed.add(update.round)
         for update in arrived:
             self._joined.add(update.island)
@@ -225,7 +225,8 @@ class AsyncIslandEngine:
             content = self._codec.pack(own)
             shared = shared - weight * self._codec.unpack(content)
             state.completed.add(self._round)
-            update = Update(self._island, self._serial(), self._round, weight, content)
+            piece = Piece(own.numel(), content)
+            update = Update(self._island, self._serial(), self._round, weight, (piece,))
             self._transfer.send(partial(UpdateStore.publish, update=update, incarnation=self._joined.incarnation))
             self._transfer.sent_bytes += content.numel()
             self._staleness = sum(one.island != self._island for one in updates)
@@ -265,7 +266,15 @@ class AsyncIslandEngine:
             return f"round {update.round} is done already"
         if not 0 < update.weight <= 1:
             return f"its weight is {update.weight}; more than 0 and at most 1 is required"
-        return self._codec.problem(update.content)
+        found = (self._codec.problem(piece.content, piece.size) for piece in update.pieces)
+        return next((problem for problem in found if problem), "")
+
+    def _change(self, update: Update) -> torch.Tensor:
+        """The numbers of this rank's part in an update."""
+        change = torch.zeros_like(self._state.shared)
+        for piece in update.pieces:
+            piece.copy_into(change, self._codec.encoding.unpack(piece.content, piece.size))
+        return change
 
     def _all(self, condition: bool) -> bool:
         """Whether a condition holds on all ranks of the island. Collective over the island."""
@@ -302,7 +311,7 @@ class AsyncIslandEngine:
         """Send requested snapshots, report which updates this island has, drop its updates that all others have."""
         state, joined = self._state, self._joined
         for request in requests:
-            snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared.view(torch.uint8))
+            snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared, joined.incarnation)
             self._transfer.send(partial(UpdateStore.put_snapshot, request=request, snapshot=snapshot))
         if self._is_first_rank:
             self._store.write(f"seen/{self._island}", joined.seen)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
 
 from toolkit.run_dir.async_islands import CompletedRounds, Membership
 from toolkit.runtime.islands.async_store import UpdateStore
@@ -62,6 +61,7 @@ def join(
     """
     own = membership.island
     incarnation = agree(lambda: store.number(f"joined/{own}", 1))
+    store.put_layout(incarnation, state.layout)
     protocol = JoinProtocol(store, membership, incarnation, state.completed)
     while True:
         decision = agree(protocol.next)
@@ -72,12 +72,13 @@ def join(
         if decision == "over":
             return None
         if isinstance(decision, int):
-            snapshot = store.take_snapshot(decision, state.shared.numel() * state.shared.element_size())
+            snapshot = store.read_snapshot(decision, state.layout)
             if not agree_all(snapshot is not None):
                 protocol.ask_again()
                 continue
             assert snapshot is not None
-            state.adopt(snapshot.content.view(torch.float32), CompletedRounds.of(snapshot.counters))
+            agree(partial(store.remove_snapshot, decision))
+            state.adopt(snapshot.weights, CompletedRounds.of(snapshot.counters))
             published = agree(lambda: store.num_updates(own))
             return Joined(incarnation, snapshot.seen, published, dropped=published)
         seen, published = agree(lambda: (protocol.num_updates(), store.num_updates(own)))

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.islands.async_store import BEAT, JOINING, Update, UpdateStore
+from toolkit.runtime.islands.flat_masters import Layout
+from toolkit.runtime.islands.quantize import Encoding
 
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
@@ -25,9 +27,10 @@ Task = Callable[[UpdateStore], None]
 class BackgroundTransfer:
     """One rank's threads: one runs queued tasks, one fetches updates of other islands, one sends heartbeats."""
 
-    def __init__(self, membership: Membership, rank: int, ranks: int, num_bytes: int) -> None:
-        """`num_bytes`: size of this rank's shard of any update."""
-        self._membership, self._own_until, self._num_bytes = membership, 0, num_bytes
+    def __init__(self, membership: Membership, rank: int, ranks: int, layout: Layout, encoding: Encoding) -> None:
+        """`layout`: of this rank's part. `encoding`: of all updates."""
+        self._membership, self._own_until = membership, 0
+        self._layout, self._encoding = layout, encoding
         self._rank, self._ranks = rank, ranks
         self._fetched: list[int] = []
         self._outgoing: queue.Queue[Task] = queue.Queue()
@@ -141,8 +144,9 @@ class BackgroundTransfer:
             if island == self._membership.island:
                 published = min(published, self._own_until)
             while self._fetched[island] < published:
-                self._arrived[island].append(store.fetch(island, self._fetched[island], self._num_bytes))
-                self.received_bytes += self._num_bytes
+                update = store.fetch(island, self._fetched[island], self._layout, self._encoding)
+                self.received_bytes += sum(piece.content.numel() for piece in update.pieces)
+                self._arrived[island].append(update)
                 self._fetched[island] += 1
         self._ended.wait(POLL_SECONDS)
 

@@ -77,6 +77,8 @@ class AsyncIslandState:
         self._inner, self._masters, self._codec, self._samples = inner, masters, codec, samples
         self.shared = masters.part()
         """This rank's part of the shared weights, in host memory; replaced, never changed in place."""
+        self.layout = masters.layout()
+        """Where its elements are in the parameters."""
         self.completed = CompletedRounds()
         """Rounds whose changes are part of `shared`."""
 

@@ -155,30 +155,28 @@ class ErrorFeedbackCodec:
     """Encodes changes of one rank's part of the weights; what rounding loses is added to the next change."""
 
     def __init__(self, encoding: Encoding, like: torch.Tensor) -> None:
-        self._encoding, self._size = encoding, like.numel()
+        self.encoding, self._size = encoding, like.numel()
         self.error = torch.zeros(self._size if encoding.bits < 32 else 0)
         """What rounding has lost so far and is still to be sent."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of an encoded change."""
-        return self._encoding.num_bytes(self._size)
-
-    def problem(self, content: torch.Tensor) -> str:
-        """Why an encoded change of somebody else must not be applied; empty if it may."""
-        if content.numel() != self.num_bytes:
-            return f"it has {content.numel()} bytes; {self.num_bytes} are required"
-        return "" if bool(torch.isfinite(self.unpack(content)).all()) else "it holds NaN or infinite numbers"
+    def problem(self, content: torch.Tensor, size: int | None = None) -> str:
+        """Why an encoded change of somebody else must not be applied; empty if it may. `size`: its numbers."""
+        size = self._size if size is None else size
+        required = self.encoding.num_bytes(size)
+        if content.numel() != required:
+            return f"it has {content.numel()} bytes; {required} are required"
+        finite = bool(torch.isfinite(self.encoding.unpack(content, size)).all())
+        return "" if finite else "it holds NaN or infinite numbers"
 
     def pack(self, change: torch.Tensor) -> torch.Tensor:
         """Encode a change as bytes; what rounding loses is kept for the next call."""
-        if self._encoding.bits == 32:
-            return self._encoding.pack(change)
+        if self.encoding.bits == 32:
+            return self.encoding.pack(change)
         wanted = change + self.error
-        packed = self._encoding.pack(wanted)
+        packed = self.encoding.pack(wanted)
         self.error.copy_(wanted - self.unpack(packed))
         return packed
 
     def unpack(self, content: torch.Tensor) -> torch.Tensor:
         """Decode a change; the sender applies the decoded one too, so that all islands stay equal."""
-        return self._encoding.unpack(content, self._size)
+        return self.encoding.unpack(content, self._size)
