@@ -157,10 +157,10 @@ def _link(start: list[str], steps: int, warm: int) -> list[Run]:
 
 FEW_BITS = "strategy={name: local_sgd, islands: 2, local_steps: 4, zero_stage: 0}"
 FRESH = {
-    "2 bits every 4 steps": (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto, inner_lr: 1.41}"),
+    "2 bits every 4 steps": (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto}"),
     "auto": (
         FEW_BITS.replace("4,", "auto,"),
-        "train.outer={bits: auto, mode: overlap, fragments: auto, inner_lr: 1.41}",
+        "train.outer={bits: auto, mode: overlap, fragments: auto}",
     ),
 }
 """Islands from random weights: name → overrides."""

@@ -53,14 +53,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "averaging, H=6, 2 bits": islands(6, "{bits: 2}"),
     "averaging, H=1, largest 5 % in 2 bits": islands(1, "{bits: 2, density: 0.05}"),
     "averaging, H=2, largest 10 % in 2 bits": islands(2, "{bits: 2, density: 0.1}"),
-    "averaging, H=4, 2 bits, inner rate √2": islands(4, "{bits: 2, inner_lr: 1.41}"),
-    "averaging, H=4, inner rate √2": islands(4, "{inner_lr: 1.41}"),
-    "averaging, H=10, 4 bits, inner rate √2": islands(10, "{bits: 4, inner_lr: 1.41}"),
+    "averaging, H=4, 2 bits, rate √2": (*islands(4, "{bits: 2}"), "train.lr=2.83e-3"),
     "averaging, H=4, 2 bits, a step late": islands(4, "{bits: 2, mode: overlap, delay_steps: 1}"),
     "streaming, H=4 in 4 fragments, 2 bits, a step late": islands(4, "{bits: 2, mode: overlap, fragments: 4}"),
-    "streaming, H=4 in 4 fragments, 2 bits, a step late, inner rate √2": islands(
-        4, "{bits: 2, mode: overlap, fragments: 4, inner_lr: 1.41}"
-    ),
     "streaming, H=4 in 4 fragments, 2 bits, waiting": islands(4, "{bits: 2, fragments: 4}"),
     "streaming, H=8 in 4 fragments, 2 bits, 2 steps late": islands(8, "{bits: 2, mode: overlap, fragments: 4}"),
     "DiLoCo (0.7, Nesterov 0.9), H=50": islands(50, "{optimizer: nesterov}"),

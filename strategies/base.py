@@ -93,6 +93,10 @@ DENSE = 8
 """Every micro-batch up to this one is tried."""
 SPARSE = 1.9
 """Beyond it, a micro-batch is tried only if it is this many times the one before: they hardly differ in speed."""
+MANY = 4096
+"""Sequences per replica and step above which few micro-batches are tried, so that planning stays fast."""
+LEAST_TOKENS = 256
+"""Tokens of the smallest micro-batch that is tried for so many sequences: fewer save no memory."""
 LARGEST_TOKENS = 2**18
 """Tokens of the largest micro-batch beyond `DENSE` that is tried unless the recipe fixes one: no device gets faster."""
 
@@ -103,14 +107,17 @@ def micro_batches(share: int, seq_len: int, fixed: Mapping[str, Any]) -> list[in
         return [share // fixed["grad_accum"]]
     if "micro_batch" in fixed:
         return [fixed["micro_batch"]] if share % fixed["micro_batch"] == 0 else []
-    return _usual_micro_batches(share, LARGEST_TOKENS // seq_len)
+    return _usual_micro_batches(share, LEAST_TOKENS // seq_len, LARGEST_TOKENS // seq_len)
 
 
 @lru_cache(maxsize=1024)
-def _usual_micro_batches(share: int, largest: int) -> list[int]:
-    kept: list[int] = []
-    for size in divisors(share):
-        if size <= DENSE or largest >= size >= SPARSE * kept[-1]:
+def _usual_micro_batches(share: int, least: int, largest: int) -> list[int]:
+    dense, sparse, sizes = DENSE, SPARSE, divisors(share)
+    if share > MANY:
+        dense, sparse, sizes = 2, SPARSE**2, [size for size in sizes if size >= least]
+    kept = [sizes[0]]
+    for size in sizes[1:]:
+        if size <= dense or largest >= size >= sparse * kept[-1]:
             kept.append(size)
     return kept
 

@@ -227,7 +227,7 @@ def _check_expressible(plan: Plan, train: Train) -> None:
         warnings.warn(text, stacklevel=5)
     if train.lr_multipliers:
         raise BadInput("train.lr_multipliers", "are supported by toolkit.train only; remove them")
-    if train.optimizer in ("lars", "onebit_adam"):
+    if train.optimizer in ("lars", "muon", "adopt", "schedule_free", "onebit_adam"):
         what = f"{train.optimizer!r} is supported by toolkit.train only; use lamb or adamw with other trainers"
         raise BadInput("train.optimizer", what)
 

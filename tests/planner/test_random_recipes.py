@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from toolkit.clusters.devices import DEVICES
@@ -78,8 +78,11 @@ PLANNED: list[bool] = []
 
 @pytest.mark.slow
 @settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-)
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None,
+    # hypothesis 6 shrinks and explains a failure with a tracer that makes the planner five times slower, so that every
+    # recipe then takes too long and the one that failed first is never shown.
+    phases=[Phase.generate],
+)  # fmt: skip
 @given(recipes())
 def test_random_recipes(recipe: dict[str, Any]) -> None:
     started = time.thread_time()

@@ -28,14 +28,17 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("path", sorted(generated()), ids=lambda p: f"{p.parent.name}/{p.name}")
+GENERATED = generated()
+
+
+@pytest.mark.parametrize("path", sorted(GENERATED), ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_generated_files_are_current(path: Any) -> None:
-    assert path.read_text() == generated()[path], "run `make generate`"
+    assert path.read_text() == GENERATED[path], "run `make generate`"
 
 
 def test_no_stray_generated_file() -> None:
     present = {*(CONFIGS / "deepspeed").glob("*"), *(CONFIGS / "accelerate").glob("*")}
-    assert present <= set(generated())
+    assert present <= set(GENERATED)
 
 
 @pytest.mark.parametrize("name", PLANS)

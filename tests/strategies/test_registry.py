@@ -51,12 +51,13 @@ def test_third_parties_find_all_they_need_in_base() -> None:
 @pytest.mark.parametrize("name", strategies.registry())
 @pytest.mark.parametrize(("devices", "batch"), [(1, 4), (2, 6), (8, 32), (16, 48)])
 def test_every_plan_uses_all_devices_and_makes_the_batch(name: str, devices: int, batch: int) -> None:
-    proposals = plans(job(devices, batch), name)
+    work = job(devices, batch)
+    proposals = plans(work, name)
     for plan in proposals:
         assert plan.strategy == name
         assert plan.devices == devices
         assert plan.global_batch == batch
-        assert deepspeed_rules.refusal(plan, job(devices, batch)) is None
+        assert deepspeed_rules.refusal(plan, work) is None
     assert len(set(proposals)) == len(proposals), "a plan is proposed twice"
 
 

@@ -118,6 +118,29 @@ def _slice_run(run: StridedRange, low: int, high: int) -> Iterator[StridedRange]
         yield StridedRange(run.start + last * run.stride, tail)
 
 
+def within(region: Region, low: int, high: int) -> tuple[int, Region]:
+    """The elements between two positions of the parameter: (where they start in the region, their runs from `low` on).
+
+    They must be contiguous in the region, and no piece of a run may cross a bound: so it is for complete rows.
+    """
+    position, first = 0, -1
+    parts: list[StridedRange] = []
+    for run in region:
+        if run.count == 1 or run.stride == run.length:
+            begin, end = max(run.start, low), min(run.start + run.size, high)
+            skipped, part = begin - run.start, StridedRange(begin - low, max(end - begin, 0))
+        else:
+            begin, end = (min(max(-(-(at - run.start) // run.stride), 0), run.count) for at in (low, high))
+            skipped, count = begin * run.length, max(end - begin, 0)
+            stride = run.stride if count > 1 else 0
+            part = StridedRange(run.start + begin * run.stride - low, run.length, stride, count)
+        if part.size:
+            first = position + skipped if first < 0 else first
+            parts.append(part)
+        position += run.size
+    return max(first, 0), tuple(parts)
+
+
 def overlaps(first: Region, second: Region) -> Iterator[Overlap]:
     """Elements that two regions of a parameter share, in the order of the parameter."""
     mine, theirs = _segments(first), _segments(second)

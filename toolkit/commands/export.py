@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from toolkit.run_dir.layout import newest
+from toolkit.run_dir.layout import best, newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run directory to export its newest"
     )
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory to create")
+    parser.add_argument(
+        "--best", action="store_true", help="of a run directory, the checkpoint with the lowest loss of an evaluation"
+    )
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the base model")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="execute Python code that comes with the recipe's model"
@@ -22,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export the checkpoint."""
-    checkpoint = newest(args.checkpoint)
+    checkpoint = best(args.checkpoint) if args.best else newest(args.checkpoint)
     from toolkit.runtime.checkpoint.export import export
 
     recipe = export(checkpoint, args.out, merge=args.merge, trust_remote_code=args.trust_remote_code)

@@ -11,12 +11,10 @@ from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.exchange import Exchange, with_steps
+from toolkit.plans.optimizer_rules import COMPRESSING
 from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
-
-COMPRESSING = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-"""Optimizers that exchange signs; their predicted traffic is that after `freeze_steps`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,10 @@ class Execution:
     """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) instead of once per step."""
     offload: str = "none"
     optimizer: str = "adamw"
+    states: str = "fp32"
+    """How moments are stored."""
+    averaged: bool = False
+    """Whether an fp32 average of the weights is kept."""
     lora_rank: int = 0
     lora_targets: str = "all"
     """Layers with adapters: `all` linear ones, those of `attention`, or queries and values (`qv`)."""
@@ -270,7 +272,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, accumulates_apart=accumulates_apart(plan),
         frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
-        offload=plan.offload, optimizer=work.optimizer, lora_rank=work.lora_rank,
+        offload=plan.offload, optimizer=work.optimizer, states=work.states, averaged=work.averaged,
+        lora_rank=work.lora_rank,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base,
     )  # fmt: skip

@@ -7,9 +7,14 @@ from toolkit.cost.communication import expert_params, stage_params
 from toolkit.cost.execution import Execution
 
 MOMENTS = {
-    "adamw": 2, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0, "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3,
+    "adamw": 2, "muon": 1, "adopt": 2, "schedule_free": 3, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0,
+    "onebit_adam": 3, "onebit_lamb": 3, "zero_one_adam": 3,
 }  # fmt: skip
-"""fp32 values that an optimizer keeps per parameter, without the master weight."""
+"""fp32 values that an optimizer keeps per parameter, without the master weight; of muon, those of matrices."""
+STORED_BYTES = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 256}
+"""Bytes of one such value; in 8 bits, blocks of 256 have an fp32 scale each."""
+NEWTON_SCHULZ_ITERATIONS = 5
+"""Of muon, by default. Each multiplies a matrix with itself, the square with itself, and that with the matrix."""
 UPDATE_BYTES = 14.0
 """Bytes per parameter: read the gradient (2), read and write the master (8), write the 16-bit weight (2), norm (2)."""
 APART_BYTES = 10.0
@@ -28,6 +33,8 @@ def optimizer_seconds(e: Execution, cal: Calibration) -> float:
     trained = stage_params(e) * e.trained_share
     shard = trained / state_shards(e)
     total = _offloaded(e, shard) if e.offload != "none" else shard * update_bytes(e.optimizer) / rate
+    total += shard * (MOMENT_BYTES + 4 if e.averaged else 0.0) / rate
+    total += orthogonal_flops(e) / state_shards(e) / (e.cluster.device.matmul_flops * cal.matmul)
     if e.grad_accum > 1 and e.zero_stage < 3 and not e.software.fused_accumulation:
         width = 4 if e.element_bytes == 4 else e.software.grad_bytes
         each = APART_BYTES if e.accumulates_apart else 3 * width
@@ -38,6 +45,26 @@ def optimizer_seconds(e: Execution, cal: Calibration) -> float:
 def update_bytes(optimizer: str) -> float:
     """Bytes that an update reads and writes per parameter; 30 for Adam."""
     return UPDATE_BYTES + MOMENT_BYTES * MOMENTS[optimizer]
+
+
+def orthogonal_flops(e: Execution) -> float:
+    """Operations of muon on the matrices of a tensor rank's stage; ranks divide the matrices among themselves."""
+    if e.optimizer != "muon":
+        return 0.0
+    small = min(e.lora_rank or e.model.hidden, e.model.expert_ffn or e.model.hidden, e.model.hidden)
+    return NEWTON_SCHULZ_ITERATIONS * 6 * small * matrix_params(e, stage_params(e)) * e.trained_share
+
+
+def matrix_params(e: Execution, params: float) -> float:
+    """Of a stage's parameters, those in the matrices of its layers; norms and biases, well below 1%, are among them."""
+    return params if e.lora_rank else min(params, e.layers_per_stage * e.mean_layer_params / e.tp)
+
+
+def moments(e: Execution, params: float) -> float:
+    """fp32 values per parameter that the optimizer keeps: of muon one for matrices, and AdamW's two for the rest."""
+    if e.optimizer != "muon":
+        return MOMENTS[e.optimizer]
+    return 2 - matrix_params(e, params) / params
 
 
 def state_shards(e: Execution) -> float:
@@ -98,6 +125,7 @@ def largest_tensor(e: Execution) -> float:
 def state_bytes(e: Execution, params: float) -> float:
     """Bytes of fp32 master weights and moments before sharding; fp32 training without ZeRO needs no second copy."""
     if not e.master_weights:
-        return e.element_bytes * MOMENTS[e.optimizer] * params * e.trained_share
+        return e.element_bytes * moments(e, params) * params * e.trained_share
     master = 0 if e.element_bytes == 4 and e.zero_stage == 0 else 4
-    return (master + 4 * MOMENTS[e.optimizer]) * params * e.trained_share
+    average = 4 if e.averaged else 0
+    return (master + STORED_BYTES[e.states] * moments(e, params) + average) * params * e.trained_share

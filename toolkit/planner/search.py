@@ -1,18 +1,20 @@
 """Rank the proposals of the strategies: every plan gets an estimate or a refusal, unless it can't win.
 
-Three prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not, except
+Four prunings are safe. Memory grows with the micro-batch, so no larger micro-batch fits than one that does not, except
 without accumulation, where gradients take less memory. Recomputing more only adds time, so it is not tried where the
 same plan fits with less. A plan whose weights, states and activations alone take more than the closest misfit of its
-strategy neither fits nor is closer. `tests/planner/test_search.py` compares all three with brute force.
+strategy neither fits nor is closer. A plan many times slower than one that fits is not looked at, if its strategy has
+another. `tests/planner/test_search.py` compares all four with brute force.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.cost.estimate import DEVICE_SHARE, Estimate, Memory, Money
+from toolkit.cost.estimate import DEVICE_SHARE, Estimate, Memory, Money, Time
 from toolkit.cost.execution import Execution, of_plan
 from toolkit.cost.memory import device_bytes, least_bytes, memory
 from toolkit.cost.timing import model_flops, seconds
@@ -24,6 +26,8 @@ from toolkit.recipe.axes import RECOMPUTES
 
 HOST_SHARE = 0.9
 """Fraction of host memory that a plan may use."""
+SLOW = 8.0
+"""A plan that takes this many times as long as the fastest one so far is left out."""
 TIE = 0.02
 """Plans of one job within this relative difference are equal, and the simpler one comes first. Their errors are alike,
 so two plans can be told apart although their intervals overlap: of published pairs of plans whose predictions differ by
@@ -111,11 +115,10 @@ def _price(option: Option) -> float:
 def estimate(plan: Plan, job: Job) -> Estimate:
     """Memory and time of one plan."""
     run = of_plan(plan, job)
-    return _with_time(plan, job, run, device_bytes(run))
+    return _estimate(plan, job, run, device_bytes(run), seconds(run))
 
 
-def _with_time(plan: Plan, job: Job, run: Execution, used: Memory) -> Estimate:
-    time = seconds(run)
+def _estimate(plan: Plan, job: Job, run: Execution, used: Memory, time: Time) -> Estimate:
     limit, host_limit = limits(job)
     return Estimate(
         memory=used,
@@ -167,7 +170,7 @@ def decide(job: Job, proposals: Iterable[Plan | Refusal], objective: str = "thro
     """Rank the plans that fit; on a tie the simpler plan comes first."""
     if objective not in OBJECTIVES:
         raise BadInput("--objective", f"{objective!r} given; one of: {', '.join(OBJECTIVES)}")
-    search = Search(job, prune_recompute=objective != "memory")
+    search = Search(job, prune_slower=objective != "memory")
     for proposal in proposals:
         search.add(proposal)
     return search.decision(OBJECTIVES[objective])
@@ -176,14 +179,16 @@ def decide(job: Job, proposals: Iterable[Plan | Refusal], objective: str = "thro
 class Search:
     """Collects proposals: options that fit, the closest misfit of each strategy, and refusals."""
 
-    def __init__(self, job: Job, *, prune: bool = True, prune_recompute: bool = True) -> None:
+    def __init__(self, job: Job, *, prune: bool = True, prune_slower: bool = True) -> None:
         self._job = job
         self._prune = prune
-        self._prune_recompute = prune and prune_recompute
+        self._prune_slower = prune and prune_slower
         self._too_large: dict[tuple[Any, ...], int] = {}
-        self._fit_without: set[tuple[Any, ...]] = set()
+        self._without_recompute: set[tuple[Any, ...]] = set()  # plans that more recompute would only make slower
         self._usable_bytes = limits(job)[0] - margin_bytes(job)
         self._options: list[Option] = []
+        self._able: set[str] = set()
+        self._least_seconds = math.inf
         self._nearest: dict[str, tuple[tuple[float, float], Plan, Memory]] = {}
         self._refused: dict[tuple[str, str], Refusal] = {}
         self._considered = 0
@@ -212,10 +217,16 @@ class Search:
         if self._prune and near is not None and self._least_need(run) > near[0][0]:
             self._note_too_large(plan)
             return
+        time = seconds(run)
+        if self._prune_slower and plan.strategy in self._able and time.total > SLOW * self._least_seconds:
+            self._without_recompute.add(_batch_key(plan))
+            return
         used = device_bytes(run)
         if fits(used, self._job):
-            self._options.append(Option(plan, _with_time(plan, self._job, run, used)))
-            self._fit_without.add(_batch_key(plan))
+            self._options.append(Option(plan, _estimate(plan, self._job, run, used, time)))
+            self._able.add(plan.strategy)
+            self._least_seconds = min(self._least_seconds, time.total)
+            self._without_recompute.add(_batch_key(plan))
             return
         self._note_too_large(plan)
         device = used.peak / self._usable_bytes
@@ -232,7 +243,7 @@ class Search:
         too_large = self._too_large.get(_memory_key(plan))
         if too_large is not None and plan.micro_batch >= too_large:
             return True
-        return self._prune_recompute and plan.recompute != "none" and _batch_key(plan) in self._fit_without
+        return self._prune_slower and plan.recompute != "none" and _batch_key(plan) in self._without_recompute
 
     def _least_need(self, run: Execution) -> float:
         """What a plan needs of a device at least, relative to what it has."""

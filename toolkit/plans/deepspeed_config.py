@@ -22,7 +22,14 @@ OFFLOADED_UPDATE_ELEMENTS = 1_000_000_000
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size on every rank: gathering them costs more than storing them."""
 
-OWN = {"lamb": "Lamb", "lion": "Lion", "lars": "Lars"}
+OWN = {
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "lars": "Lars",
+    "muon": "Muon",
+    "adopt": "Adopt",
+    "schedule_free": "ScheduleFree",
+}
 """Optimizers that the toolkit implements; the names are DeepSpeed's, which has CUDA kernels for two of them."""
 _ONE_BIT = {"onebit_adam": "OneBitAdam", "onebit_lamb": "OneBitLamb", "zero_one_adam": "ZeroOneAdam"}
 

@@ -6,39 +6,16 @@ A limit of a newer DeepSpeed is a new row; a limit that it lifts is a row's `unt
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from toolkit.errors import Problem
 from toolkit.plans.deepspeed_config import accumulates_apart
+from toolkit.plans.optimizer_rules import OPTIMIZER_RULES, Rule, only_replicas
 from toolkit.plans.plan import Job, Plan
 from toolkit.plans.versions import Version, deepspeed_version, is_within
 from toolkit.recipe.batch_sections import Reduce
 
 NCCL = ("ring", "tree")
 """All-reduce algorithms that NCCL offers."""
-LAYER_WISE = ("lamb", "lars")
-"""Optimizers whose update depends on the norms of complete layers."""
-ONE_BIT = ("onebit_lamb", "zero_one_adam")
-"""Optimizers of DeepSpeed before 0.19.7 that compress through NCCL."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A combination that DeepSpeed can't run."""
-
-    forbids: Callable[[Plan, Job], bool]
-    """Whether the rule refuses this plan."""
-    reason: str
-    """Why, and what to do instead."""
-    since: str = "0"
-    """First DeepSpeed version with the limit."""
-    until: str = ""
-    """First DeepSpeed version without it; empty: none yet."""
-    key: str = ""
-    """The recipe key that causes it, if it does for every plan: reported as bad input before planning."""
-    limits: str = ""
-    """What of model parallelism it limits: its row in the table of limits in docs/model_parallelism.md."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -307,7 +284,7 @@ RULES: tuple[Rule, ...] = (
         key="train.reduce.algorithm",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and not _only_replicas(plan),
+        forbids=lambda plan, job: job.workload.reduce.algorithm == "hierarchical" and not only_replicas(plan),
         reason="train.reduce.algorithm hierarchical replaces DeepSpeed's all-reduce, which only ZeRO 0 without other "
         "axes uses; use data_parallel, or algorithm auto",
     ),
@@ -316,40 +293,7 @@ RULES: tuple[Rule, ...] = (
         reason="train.reduce.algorithm hierarchical needs several hosts; it gains nothing on one host: use auto",
         key="train.reduce.algorithm",
     ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer in LAYER_WISE and (plan.ep > 1 or plan.tensor_by == "autotp"),
-        reason="lamb and lars scale updates by the norms of complete layers, but expert ranks and AutoTP do not tell "
-        "which parts they hold; use another strategy, or optimizer adamw or lion",
-        limits="LAMB and LARS with experts or AutoTP",
-    ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and not _only_replicas(plan),
-        reason="onebit_adam averages compressed momentum between full replicas; use data_parallel (ZeRO 0)",
-    ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer == "onebit_adam" and job.workload.precision == "fp16",
-        reason="onebit_adam keeps compression errors, which a changing loss scale corrupts; use precision bf16 or fp32",
-        key="model.precision",
-    ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT,
-        reason="0/1 Adam and 1-bit LAMB of DeepSpeed were removed in 0.19.7; use onebit_adam, "
-        "strategy.zero_quantized on NVIDIA devices, or local_sgd for slow links",
-        since="0.19.7",
-        key="train.optimizer",
-    ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and job.cluster.device.backend != "cuda",
-        reason="1-bit optimizers compress through NCCL; they need NVIDIA devices",
-    ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and (plan.zero_stage > 0 or plan.pp > 1),
-        reason="1-bit optimizers do their own reduction; use ZeRO 0 without a pipeline",
-    ),
-    Rule(
-        forbids=lambda plan, job: job.workload.optimizer in ONE_BIT and plan.precision != "fp16",
-        reason="1-bit optimizers are built on DeepSpeed's fp16 optimizer; use precision fp16",
-    ),
+    *OPTIMIZER_RULES,
 )
 
 
@@ -391,7 +335,3 @@ def _divides(section: Reduce) -> bool:
 def _can_overlap(plan: Plan) -> bool:
     """Whether reduction can overlap: DeepSpeed 0.19.8's `BF16_Optimizer` reduces at the end only."""
     return plan.pp == 1 and plan.zero_stage > 0 and not accumulates_apart(plan)
-
-
-def _only_replicas(plan: Plan) -> bool:
-    return plan.zero_stage == 0 and plan.tp * plan.pp * plan.token_parts * plan.ep * plan.islands == 1

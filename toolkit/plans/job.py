@@ -36,6 +36,8 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             seq_len=image_tokens(config) if recipe.model.task == "image-classification" else recipe.data.seq_len,
             precision=recipe.model.precision,
             optimizer=recipe.train.optimizer,
+            states=recipe.train.states,
+            averaged=recipe.train.ema is not None,
             flash_attention=recipe.model.attention != "eager",
             compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,

@@ -25,6 +25,10 @@ class Workload:
     """`bf16`, `fp16` or `fp32`."""
     optimizer: str = "adamw"
     """Name of the optimizer, as in the recipe."""
+    states: str = "fp32"
+    """How moments are stored: `fp32`, `bf16` or `8bit`."""
+    averaged: bool = False
+    """Whether a moving average of the weights is kept."""
     flash_attention: bool = True
     """Whether attention runs without storing its scores (sdpa or flash kernels)."""
     compiled: bool = False

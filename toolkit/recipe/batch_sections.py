@@ -90,9 +90,6 @@ class Outer:
     """Outer learning rate of `nesterov`."""
     momentum: float = number(0.9, least=0, most=1)
     """Outer momentum of `nesterov`."""
-    inner_lr: float = number(1.0, above=0)
-    """Factor of `train.lr` inside islands. With AdamW the square root of the number of islands comes nearest to
-    synchronous training: each island normalises its updates by the noise of its own, smaller batch."""
     mode: Literal["wait", "overlap", "async"] = "wait"
     """`wait`: islands wait for the exchange; `overlap`: they train on and apply the mean late; `async`: no barrier."""
     delay_steps: int | None = number(None, least=1)

@@ -37,6 +37,26 @@ def data_problems(data: Data, train: Train, model: Model) -> Iterator[Problem]:
     yield from _eval_problems(data, train)
     yield from _streaming_problems(data, train)
     yield from _preference_problems(data)
+    yield from _trial_problems(data)
+    yield from _turn_problems(data)
+
+
+def _turn_problems(data: Data) -> Iterator[Problem]:
+    if data.format != "chat":
+        for key, given, usual in (("train_on", data.train_on, "all"), ("roles", data.roles, ("assistant",))):
+            if given != usual:
+                yield Problem(f"data.{key}", f"unused with data.format {data.format}; remove it, or use chat")
+    elif not data.roles:
+        yield Problem("data.roles", "empty: nothing would be trained on; give assistant, or other roles")
+
+
+def _trial_problems(data: Data) -> Iterator[Problem]:
+    if data.max_samples is None:
+        return
+    if data.streaming:
+        yield Problem("data.max_samples", "unused with data.streaming, which has no known length; use train.steps")
+    if data.path == "synthetic" and data.format == "text":
+        yield Problem("data.max_samples", "unused: synthetic text has no documents; use train.steps")
 
 
 def _mixture_problems(data: Data) -> Iterator[Problem]:
@@ -86,7 +106,8 @@ def _eval_problems(data: Data, train: Train) -> Iterator[Problem]:
     if held_out and not train.eval_every:
         key = "data.eval_path" if data.eval_path is not None else "data.eval_fraction"
         yield Problem(key, "unused while train.eval_every is 0; set it, or remove this key")
-    if train.eval_samples is not None and not train.eval_every:
-        yield Problem("train.eval_samples", "unused while train.eval_every is 0; set it, or remove this key")
+    for key, given in (("eval_samples", train.eval_samples), ("patience", train.patience)):
+        if given is not None and not train.eval_every:
+            yield Problem(f"train.{key}", "unused while train.eval_every is 0; set it, or remove this key")
     if data.eval_fraction > 0 and data.path == "synthetic" and data.format == "text":
         yield Problem("data.eval_fraction", "synthetic text has no documents to hold out; use another data.path")

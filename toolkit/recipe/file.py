@@ -22,6 +22,7 @@ from toolkit.recipe.batch_sections import (
 )
 from toolkit.recipe.data_checks import data_problems, task_of
 from toolkit.recipe.objective_sections import objective_problems, router_problems
+from toolkit.recipe.optimizer_sections import average_problems, optimizer_problems
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
 from toolkit.recipe.yaml_file import parse_yaml, read_yaml
@@ -104,6 +105,11 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
     problems += interval_problems(strategy.local_steps, train.outer)
+    problems += average_problems(train.optimizer, train.schedule, train.ema)
+    problems += optimizer_problems(train.optimizer, train.muon, train.states)
+    if train.label_smoothing and train.objective is not None:
+        what = "is for cross-entropy over tokens; use train.preference.label_smoothing, or remove it"
+        problems.append(Problem("train.label_smoothing", what))
     problems += objective_problems(train.objective, train.preference, recipe.data.format)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"

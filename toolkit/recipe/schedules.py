@@ -112,10 +112,9 @@ class Batches:
 
 
 def scaled_lr(train: Train) -> float:
-    """The peak learning rate after batch scaling, inside an island if there are islands."""
-    lr = train.lr * (train.outer.inner_lr if train.outer else 1.0)
+    """The peak learning rate after batch scaling."""
     if train.lr_scaling == "none":
-        return lr
+        return train.lr
     assert train.base_batch is not None
     ratio = train.global_batch / train.base_batch
-    return lr * (ratio if train.lr_scaling == "linear" else ratio**0.5)
+    return train.lr * (ratio if train.lr_scaling == "linear" else ratio**0.5)

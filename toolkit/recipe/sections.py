@@ -9,12 +9,16 @@ from toolkit.recipe.axes import Offload, PipelineSchedule, Recompute, TensorBy, 
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
 from toolkit.recipe.objective_sections import Objective, Preference, Router
+from toolkit.recipe.optimizer_sections import Ema, Muon
 from toolkit.recipe.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Format = Literal["text", "instruction", "chat", "preference", "classification", "image-classification", "seq2seq"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
-OptimizerName = Literal["adamw", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb", "zero_one_adam"]
+OptimizerName = Literal[
+    "adamw", "muon", "schedule_free", "adopt", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb",
+    "zero_one_adam",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,12 @@ class Data:
     """Column with the class, a number or a name (classification, image-classification)."""
     image_column: str = "image"
     """Column with the image, a path or bytes (image-classification). A directory per class needs no columns."""
+    train_on: Literal["all", "last_turn"] = "all"
+    """Which turns of a conversation the loss counts: all those of `roles`, or the last of them (chat)."""
+    roles: tuple[str, ...] = ("assistant",)
+    """Roles whose messages the loss counts (chat)."""
+    max_samples: int | None = number(None, least=1)
+    """Maximum number of documents of each source to train on, for trials; default: all."""
     eval_path: str | None = None
     """Held-out data for `train.eval_every`; or set `eval_fraction`."""
     eval_fraction: float = number(0.0, least=0, most=0.5)
@@ -136,12 +146,25 @@ class Train:
     """Passes over the data; or set `steps`."""
     objective: Objective | None = None
     """What is minimised instead of the cross-entropy, for `data.format: preference`; see docs/finetuning.md."""
+    label_smoothing: float = number(0.0, least=0, most=0.5)
+    """Share of every label that is spread evenly over the vocabulary or the classes; evaluations report plain
+    cross-entropy."""
     preference: Preference | None = None
     """Settings of the objective."""
     router: Router | None = None
     """How the routers of a mixture of experts are kept balanced; default: as the model's config asks."""
     optimizer: OptimizerName = "adamw"
-    """Update rule. `lamb` and `lars` scale each layer's update by its norms; `lars` takes its momentum from `betas`."""
+    """Update rule. `muon` makes updates of matrices orthogonal; AdamW updates the rest. `schedule_free` is AdamW that
+    averages weights instead of lowering the learning rate; the average is evaluated and exported. `adopt` is Adam with
+    a second moment that is one step older, which converges with any `betas`. `lamb` and `lars` scale each layer's
+    update by its norms; `lars` takes its momentum from `betas`. See docs/optimizers.md."""
+    muon: Muon | None = None
+    """Settings of `muon`."""
+    states: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How `adamw` and `lion` store their moments: `8bit` with a scale per block of 256, a quarter of the bytes; `bf16`
+    with stochastic rounding, half of them. Master weights stay fp32."""
+    ema: Ema | None = None
+    """Keep a moving average of the weights, which evaluations and exports use; default: none."""
     freeze_steps: int | None = number(None, least=1)
     """Steps before `onebit_adam` compresses (required by it); best longer than the learning-rate warm-up."""
     lr: float = number(3e-4, above=0)
@@ -186,6 +209,8 @@ class Train:
     """Seed of weights, data order and dropout."""
     eval_every: int = number(0, least=0)
     """Steps between two evaluations on held-out data; 0: never. The best checkpoint is kept."""
+    patience: int | None = number(None, least=1)
+    """Stop the run after this many evaluations in a row without a better loss; default: never."""
     eval_samples: int | None = number(None, least=1)
     """Maximum number of held-out samples per evaluation; default: all."""
     hang_timeout_seconds: float = number(600.0, above=0)

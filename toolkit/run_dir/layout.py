@@ -221,6 +221,15 @@ def _number(value: Any) -> float:
     return value
 
 
+def best(given: Path) -> Path:
+    """The checkpoint of a run directory with the lowest loss of an evaluation; `BadInput` if none is marked."""
+    for root in (RunDir(given).checkpoints, given):
+        step = store.best(root)
+        if step is not None:
+            return store.path_of(root, step)
+    raise BadInput(str(given), "no checkpoint is marked as the best; give a run with train.eval_every and checkpoints")
+
+
 def newest(given: Path) -> Path:
     """The given checkpoint, or the newest one of a run directory; raises `BadInput` if there is none."""
     if (given / MANIFEST).is_file():

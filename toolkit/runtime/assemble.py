@@ -21,6 +21,7 @@ from toolkit.runtime.between_steps import (
     NonFiniteHook,
     Progress,
     StopHook,
+    WarningHook,
     preempted,
     save,
 )
@@ -36,6 +37,7 @@ from toolkit.runtime.data.streaming import Streamed
 from toolkit.runtime.distributed.process_group import World, host_group
 from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
+from toolkit.runtime.engine.weight_average import evaluated_weights
 from toolkit.runtime.evaluate import Evaluator
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
 from toolkit.runtime.islands.engine import MEETING_STEPS
@@ -142,6 +144,7 @@ def assemble(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> 
         observer=_observer(parts, recorder, counters, saver),
         rewind=Rewind(parts.engine.state, saver, parts.say, partial(_forget, recorder, evaluator)),
         hooks=list(_hooks(parts, saver, evaluator)),
+        say=_console_say(recipe, parts.say),
     )
     return Training(
         spec=spec,
@@ -285,6 +288,7 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
         classes="classification" in recipe.data.format,
         tick=lambda: heartbeat.move(phase="evaluating"),
         log=recorder.evaluated,
+        weights=evaluated_weights(recipe.train, parts.engine.state),
     )
     evaluator.resume_at(parts.position.step)
     return evaluator
@@ -294,6 +298,7 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
     """Hooks in the order in which they run after every step."""
     recipe, plan, heartbeat = parts.recipe, parts.spec.plan, parts.context.heartbeat
     yield NonFiniteHook(all_agree=plan.islands == 1, scales_loss=plan.precision == "fp16")
+    yield WarningHook(_console_say(recipe, parts.say))
     if recipe.train.on_spike == "rewind":
         yield SpikeHook(recipe.train.spike_factor)
     if evaluator is not None:
@@ -304,6 +309,7 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
             every=recipe.train.eval_every,
             last_step=parts.last_step,
             saves=recipe.checkpoint.every > 0,
+            patience=recipe.train.patience,
         )
     yield HeartbeatHook(heartbeat)
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}

@@ -24,6 +24,10 @@ from toolkit.runtime.metrics.comm_timer import CommTimer
 from toolkit.runtime.metrics.memory import MemoryPeak
 from toolkit.runtime.metrics.step_clock import part
 
+FLAT_STEPS, FLAT = 50, 1e-6
+"""A loss whose first so many values differ by less than this share does not move."""
+ZERO_STEPS = 3
+"""Steps in a row with a gradient norm of 0 before that is reported."""
 SHOWN_SAMPLES = 16
 """Sample ids that an error message lists per rank."""
 
@@ -42,6 +46,14 @@ class FinishedStep:
     data_seconds: float
     """Time that this rank waited for the batch."""
     memory: MemoryPeak
+
+
+class StopEarly(Exception):
+    """The run is done before its last step."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        self.step = step
+        super().__init__(reason)
 
 
 class AfterStep(Protocol):
@@ -110,6 +122,8 @@ class EvaluateHook:
     last_step: int
     saves: bool
     """Whether the run saves checkpoints at all."""
+    patience: int | None = None
+    """Evaluations in a row without a better loss after which the run stops; None: never."""
 
     def needs_state(self, step: int) -> bool:
         return step % self.every == 0 or step == self.last_step
@@ -124,6 +138,50 @@ class EvaluateHook:
             self.saver.save(step.number)
             if self.evaluator.writes:
                 store.mark_best(self.saver.root, step.number, float(self.evaluator.last["loss"]))
+        if self.patience is not None and self.evaluator.stale >= self.patience and step.number < self.last_step:
+            if self.saves:
+                self.saver.save(step.number)
+                self.saver.wait()
+            best = self.evaluator.best
+            raise StopEarly(
+                step.number,
+                f"stopped at step {step.number}: {self.patience} evaluations in a row were not better than "
+                f"{best['loss']:.4f} at step {best['step']}",
+            )
+
+
+@dataclass
+class WarningHook:
+    """Says early what makes a run useless: gradients of zero, a loss that does not move, batches without a label."""
+
+    say: Callable[[str], object]
+    losses: list[float] = field(default_factory=list)
+    zeros: int = 0
+    """Steps in a row without a gradient."""
+    said: set[str] = field(default_factory=set)
+
+    def needs_state(self, step: int) -> bool:
+        return False
+
+    def after(self, step: FinishedStep) -> None:
+        if len(self.losses) < FLAT_STEPS:
+            self.losses.append(step.result.loss)
+        self.zeros = self.zeros + 1 if step.result.grad_norm == 0 else 0
+        if step.result.tokens == 0:
+            self._once(f"no token of step {step.number} counts: every label is masked; see `toolkit data`")
+        if self.zeros == ZERO_STEPS:
+            self._once(f"gradients have been 0 for {ZERO_STEPS} steps: nothing is learned; are all weights frozen?")
+        if len(self.losses) == FLAT_STEPS and max(self.losses) - min(self.losses) < FLAT * abs(self.losses[0]):
+            self._once(
+                f"the loss has not moved in {FLAT_STEPS} steps, {self.losses[0]:.4g}: is train.lr too small, or the "
+                "wrong part of the data counted?"
+            )
+
+    def _once(self, text: str) -> None:
+        kind = text.split(":")[0].split(" of step")[0]
+        if kind not in self.said:
+            self.said.add(kind)
+            self.say(f"warning: {text}")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from toolkit.runtime.models.build import (
     unadapted,
 )
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
-from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
 from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.pipeline.engine import PipelineEngine, PipelineParts
@@ -109,7 +109,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
-    parts = ReplicaParts(loss=_loss_in_head(spec, model), routers=_routers(spec, model, mesh))
+    parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model)), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
 
@@ -295,6 +295,8 @@ def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: M
 
 def _objective(spec: EngineSpec, loss: Loss) -> Loss:
     """What the recipe minimises, given the loss of tokens."""
+    if spec.train.label_smoothing:
+        loss = smoothed(loss, spec.train.label_smoothing)
     if spec.train.objective is None:
         return loss
     return PreferenceLoss(loss, spec.train.objective, spec.train.preference or Preference())

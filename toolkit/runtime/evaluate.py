@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.sample_order import PAST_END
 from toolkit.runtime.data.samples import Samples
+from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import Engine, EvaluationSums
 from toolkit.runtime.sinks.local_files import keep_until
 
@@ -40,25 +42,34 @@ class Evaluator:
     """Called after every batch: a long evaluation is not a hang."""
     log: Callable[[dict[str, Any]], object] = bool
     """Called with every evaluation."""
+    weights: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Context with the weights that are evaluated: the last ones, or their average."""
     last: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
+    stale: int = 0
+    """Evaluations since the best one."""
 
     def resume_at(self, step: int) -> None:
-        """Read what was recorded up to a step, and forget what came after it."""
+        """Read what was recorded up to a step, and forget what came after it. Collective."""
         found = keep_until(self.path, step, needs=("step", "loss")) if self.writes else []
+        # All ranks must agree on what is best: they save it together.
+        found = broadcast_object(found)
         self.last = found[-1] if found else {}
         self.best = min(found, key=lambda record: float(record["loss"])) if found else {}
+        self.stale = len(found) - 1 - found.index(self.best) if found else 0
 
     def run(self, step: int) -> bool:
         """Evaluate and record; whether it is the best so far."""
         started = time.perf_counter()
-        sums = self._sums()
+        with self.weights():
+            sums = self._sums()
         loss = sums.loss / max(sums.counted, 1)
         record: dict[str, Any] = {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         record["accuracy"] = sums.correct / max(sums.counted, 1)
         record |= {"tokens": sums.counted, "seconds": time.perf_counter() - started}
         better = not self.best or loss < self.best["loss"]
         self.last, self.best = record, record if better else self.best
+        self.stale = 0 if better else self.stale + 1
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

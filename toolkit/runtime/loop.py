@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.runtime.between_steps import AfterStep, FinishedStep
+from toolkit.runtime.between_steps import AfterStep, FinishedStep, StopEarly
 from toolkit.runtime.data.prefetch import Made, Share, prefetched
 from toolkit.runtime.data.sample_order import SampleOrder, own_share
 from toolkit.runtime.data.samples import Samples
@@ -64,6 +64,7 @@ class Loop:
     rewind: Rewind | None = None
     """Needed if a hook raises `Spike`."""
     hooks: list[AfterStep] = field(default_factory=list)
+    say: Callable[[str], object] = print
     reads_late: bool = field(default_factory=lambda: not get_accelerator().is_synchronized_device())
     """Whether a step's numbers are read after the next step was started, so that the device never runs out of work."""
 
@@ -73,6 +74,10 @@ class Loop:
             try:
                 self.train(steps)
                 self.position.step = steps.stop
+            except StopEarly as reason:
+                self.position.step = reason.step
+                self.say(str(reason))
+                return
             except Spike as spike:
                 assert self.rewind is not None
                 self.position.step, self.position.order = self.rewind.before(spike)

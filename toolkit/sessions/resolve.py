@@ -164,10 +164,6 @@ TOO_EARLY = (
     "strategy.local_steps=4 with train.outer.bits=2, or train inside one site first and resume from there with "
     "checkpoint.resume"
 )
-LARGER_RATE = (
-    "AdamW inside an island normalises by the noise of its own, smaller batch: train.outer.inner_lr={0:.3g}, the "
-    "square root of {1} islands, comes nearest to synchronous training"
-)
 ADAPTS = (
     "the run measures its steps and the link between islands, and chooses how often, in how many fragments and bits to "
     "exchange; the plan shows where it begins"
@@ -182,10 +178,18 @@ def plan_notes(resolved: Resolved) -> list[str]:
     apart = chosen is not None and chosen.plan.islands > 1
     early = [TOO_EARLY] if chosen and apart and fresh and chosen.plan.local_steps > EARLY_STEPS else []
     adapts = [ADAPTS] if apart and resolved.job.workload.exchange.adapts else []
-    outer = resolved.recipe.train.outer
-    if chosen and apart and resolved.recipe.train.optimizer == "adamw" and (outer is None or outer.inner_lr == 1.0):
-        adapts.append(LARGER_RATE.format(chosen.plan.islands**0.5, chosen.plan.islands))
-    return [*([gain] if gain else []), *early, *adapts, *about, *_whole_residuals(resolved)]
+    return [*([gain] if gain else []), *early, *adapts, *about, *_update_rules(resolved), *_whole_residuals(resolved)]
+
+
+def _update_rules(resolved: Resolved) -> Iterator[str]:
+    """Say which share of the parameters each of several update rules gets."""
+    model, section = resolved.job.model, resolved.recipe.model
+    if resolved.recipe.train.optimizer == "muon":
+        share = 1.0 if section.lora else sum(model.layer_params) / model.params
+        yield (
+            f"muon makes the updates of about {share:.1%} of the trained parameters orthogonal, the matrices of "
+            "layers; AdamW updates the rest"
+        )
 
 
 def _whole_residuals(resolved: Resolved) -> Iterator[str]:

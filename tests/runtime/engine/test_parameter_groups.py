@@ -15,6 +15,8 @@ from toolkit.recipe.sections import Lora, Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.engine.parameter_groups import parameter_groups, with_adapter_rate
 
+pytestmark = pytest.mark.slow
+
 DECAYING = replace(ADAM, lr=0.003, weight_decay=0.5, lr_multipliers={"*wte*": 0.25})
 ZERO = Plan(strategy="zero", dp=2, zero_group=2, micro_batch=2, precision="fp32")
 PLANS = {

@@ -11,6 +11,8 @@ from tests.conftest import Finished, Trainer
 from tests.helpers import slow_rank
 from toolkit.run_dir.step_parts import PARTS
 
+pytestmark = pytest.mark.slow
+
 PARAMS = 264 * 32 * 2 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 64) + 32
 STEPS = ("train.steps=12", "metrics.detail_every=5")
 
@@ -97,7 +99,6 @@ def test_the_slow_rank_is_named(train: Trainer) -> None:
     assert any(e["kind"] == "straggler" and f"rank {slow_rank.SLOW_RANK}" in e["text"] for e in events(done))
 
 
-@pytest.mark.slow
 def test_metrics_leave_the_loss_alone(train: Trainer) -> None:
     axes = ("strategy.name=zero", "strategy.zero_stage=3", "train.steps=4")
     on, off = train(*axes, "metrics.detail_every=1"), train(*axes, "metrics.detail_every=0")

@@ -19,6 +19,8 @@ from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
+pytestmark = pytest.mark.slow
+
 BALANCED = replace(SGD, router=Router(loss="sequence", weight=1.0, z_loss=0.1))
 BIASED = replace(SGD, router=Router(loss="sequence", weight=0.5, bias_update=0.002))
 LAYOUTS = {
@@ -59,7 +61,6 @@ def test_the_sequence_loss_changes_training(expected: Any) -> None:
     assert abs(plain.grad_norm[0] / expected["full"].grad_norm[0] - 1) > 0.1
 
 
-@pytest.mark.slow
 def test_the_sequence_loss_in_a_hybrid(expected: Any) -> None:
     plan = Plan(
         strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, micro_batch=1, grad_accum=2, precision="fp32"

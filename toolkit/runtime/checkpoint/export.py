@@ -15,7 +15,7 @@ from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
 from toolkit.recipe.sections import Lora, Model, Recipe
 from toolkit.runtime.checkpoint import safetensors_writer
-from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT
+from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.models.build import ADAPTER_TASKS, BUILDERS, build_model, load_config, skeleton
 from toolkit.runtime.models.parameter_shards import replace_parameter, sites
@@ -55,10 +55,15 @@ def trained_model(checkpoint: Path, recipe: Recipe) -> PreTrainedModel:
     model = skeleton(recipe.model)
     where = sites(model)
     for name, parameter in list(model.named_parameters()):
-        replace_parameter(where, parameter, reader.full(name, WEIGHT).to(dtype))
+        replace_parameter(where, parameter, trained(reader, name).to(dtype))
     for name in (name for name, held in reader.index.items() if WEIGHT not in held.kinds()):
         model.get_buffer(name).copy_(reader.full(name, BUFFER))
     return model
+
+
+def trained(reader: Reader, name: str) -> torch.Tensor:
+    """A parameter as it is used after training: the average of its values if the run kept one, else the last one."""
+    return reader.full(name, AVERAGE if AVERAGE in reader.index[name].kinds() else WEIGHT)
 
 
 def _begin(out: Path) -> Path:
@@ -91,7 +96,7 @@ def _full_model(reader: Reader, section: Model, dtype: torch.dtype) -> PreTraine
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if name in found:
-            value = reader.full(name, WEIGHT).to(dtype)
+            value = trained(reader, name).to(dtype)
             module.register_parameter(leaf, torch.nn.Parameter(value, requires_grad=False))
         else:
             module.register_buffer(leaf, reader.full(name, BUFFER))
@@ -105,7 +110,7 @@ def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> Pr
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(reader.full(name, WEIGHT))
+                parameter.copy_(trained(reader, name))
     return model.merge_and_unload().to(dtype)
 
 
@@ -113,7 +118,7 @@ def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtyp
     """Write the adapter as peft's `PeftModel.from_pretrained` loads it."""
     from peft import LoraConfig
 
-    weights = {_adapter_name(name): reader.full(name, WEIGHT).to(dtype) for name in sorted(reader.index)}
+    weights = {_adapter_name(name): trained(reader, name).to(dtype) for name in sorted(reader.index)}
     targets = {name.split(".lora_")[0].rpartition(".")[2] for name in reader.index if ".lora_" in name}
     whole = {name.split(TRAINED_WHOLE)[0].rpartition(".")[2] for name in reader.index if TRAINED_WHOLE in name}
     safetensors_writer.write(out / "adapter_model.safetensors", weights, {"format": "pt"})

@@ -19,6 +19,8 @@ WEIGHT = "weight"
 """Kind of the fp32 master. Kinds of optimizer states have the optimizer's own names."""
 BUFFER = "buffer"
 """Kind of a persistent buffer of the model."""
+AVERAGE = "average"
+"""Kind of the moving average of a weight."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,8 @@ class Answers:
 
     def _documents(self, messages: list[Any], tools: Any) -> tuple[list[list[Segment]], bool]:
         if self.tokenizer.has_template:
-            return conversation(self.tokenizer, messages, tools)
+            turns = counted_turns(messages, self.section)
+            return conversation(self.tokenizer, messages, tools, turns)
         if self.section.format == "chat":
             raise ValueError("the tokenizer has no chat template; use one that has, or `bytes`")
         texts = [str(message["content"]) for message in messages]
@@ -302,16 +303,21 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
+def counted_turns(messages: Sequence[Message], section: Data) -> list[int]:
+    """Places of the messages that the loss counts."""
+    turns = [place for place, message in enumerate(messages) if message.get("role") in section.roles]
+    return turns[-1:] if section.train_on == "last_turn" else turns
+
+
 def conversation(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any] | None, turns: Sequence[int]
 ) -> tuple[list[list[Segment]], bool]:
-    """(documents of a conversation as lists of segments, whether it was unrolled).
+    """(documents of a conversation as lists of segments, whether it was unrolled). `turns` are counted.
 
     One document if the template renders every beginning of the conversation as a beginning of the full text. Some
-    templates rewrite earlier turns (they drop the assistant's reasoning). Then each assistant turn becomes a document
+    templates rewrite earlier turns (they drop the assistant's reasoning). Then each counted turn becomes a document
     of its own, exactly as the model will see it at inference.
     """
-    turns = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     if not turns:
         return [], False
     cuts = [_cut(tokenizer, messages[: place + 1], tools) for place in turns]

@@ -52,6 +52,8 @@ class TokenCache:
         )
         if section.format == "preference":
             columns = (section.prompt_column, section.chosen_column, section.rejected_column)  # fmt: skip
+        if (section.train_on, section.roles) != ("all", ("assistant",)):
+            columns = (*columns, section.train_on, *section.roles)
         settings = [VERSION, section.format, columns, tokenizer.identity, sources.content_key(section, source)]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 

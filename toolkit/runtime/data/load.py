@@ -73,10 +73,11 @@ def _images(section: Data, spec: InputSpec, model_path: str | None) -> Dataset:
         check_labels(images.labels, spec.need_labels(), source)
         found.append(images)
     if section.eval_path is not None:
-        trains, held_out = found, [read_images(section, section.eval_path, spec, model_path)]
+        trains = [images.take(np.arange(len(images))[: section.max_samples]) for images in found]
+        held_out = [read_images(section, section.eval_path, spec, model_path)]
     else:
         splits = [(images, *split(len(images), section.eval_fraction)) for images in found]
-        trains = [images.take(numbers) for images, numbers, _ in splits]
+        trains = [images.take(numbers[: section.max_samples]) for images, numbers, _ in splits]
         held_out = [images.take(numbers) for images, _, numbers in splits if len(numbers)]
     return Dataset(
         train=mixed(trains, list(source_weights(section.path).values())),
@@ -105,7 +106,8 @@ class _Loader:
         found = {source: self._documents(source) for source in source_weights(self.section.path)}
         fraction = self.section.eval_fraction
         splits = [(documents, *split(self._num_samples(documents), fraction)) for documents in found.values()]
-        trains = [self._samples(documents, numbers) for documents, numbers, _ in splits]
+        most = self.section.max_samples
+        trains = [self._samples(documents, numbers[:most]) for documents, numbers, _ in splits]
         self._check_enough(found, trains)
         return Dataset(
             train=mixed(trains, list(source_weights(self.section.path).values())),

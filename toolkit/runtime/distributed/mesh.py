@@ -86,6 +86,11 @@ class Mesh:
         ]
         return made[self.rank % size]
 
+    def stage_group(self) -> Any:
+        """A new group of all ranks of this rank's pipeline stage; None: the world. Collective."""
+        stage = self.size // self.plan.pp
+        return self._own([list(range(first, first + stage)) for first in range(0, self.size, stage)])
+
     @property
     def token_ranks(self) -> int:
         """Number of ranks that see different tokens: replicas times sequence ranks."""

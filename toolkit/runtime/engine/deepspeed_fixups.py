@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import torch
@@ -10,11 +12,18 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from toolkit.checkpoints import element_runs
 from toolkit.plans.plan import Plan
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.distributed.process_group import all_sum, device
-from toolkit.runtime.engine.onebit_adam import OneBitAdam, OneBitExchange
-from toolkit.runtime.engine.optimizers import Layers, LayerwiseOptimizer, Span
+from toolkit.runtime.distributed.process_group import all_max, all_sum, device
 from toolkit.runtime.engine.training_state import DeepSpeedState
 from toolkit.runtime.models.parameter_shards import layout_of
+from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.optimizers.muon import Muon
+from toolkit.runtime.optimizers.onebit_adam import OneBitAdam, OneBitExchange
+from toolkit.runtime.optimizers.own_optimizers import LayerwiseOptimizer
+from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
+from toolkit.runtime.optimizers.packed_states import Packing, Piece, blocks, cut_blocks, rounded
+from toolkit.runtime.optimizers.schedule_free import ScheduleFree
+from toolkit.runtime.optimizers.update_rules import Layers, Span
+from toolkit.runtime.optimizers.whole_matrices import Group, Partition, WholeMatrices, find_matrices
 
 
 def undo_first_step(optimizer: Any) -> None:
@@ -47,12 +56,62 @@ def skip_batch_check(engine: Any) -> None:
 
 
 def begin(engine: Any, state: DeepSpeedState, mesh: Mesh) -> None:
-    """Give an optimizer of ours its exchange or its layers, and let it take steps from now on."""
+    """Give an optimizer of ours its exchange, layers or matrices, and let it take steps from now on. Collective."""
     if isinstance(state.base, OneBitAdam):
         _begin_one_bit(engine, state.base, mesh)
     if isinstance(state.base, LayerwiseOptimizer):
         whole = mesh.plan.zero_stage == 0 and mesh.plan.tp == 1
         state.base.begin(Layers() if whole else _sharded(state, mesh))
+    if isinstance(state.base, Muon):
+        _begin_muon(state, state.base, mesh)
+    if isinstance(state.base, ScheduleFree):
+        state.base.begin()
+    if isinstance(state.base, PackedOptimizer):
+        _begin_packed(state, state.base, mesh)
+
+
+def _begin_packed(state: DeepSpeedState, optimizer: PackedOptimizer, mesh: Mesh) -> None:
+    """Tell the optimizer which elements of which parameters its tensors hold, and which blocks ranks share."""
+    group = Group.of(mesh)
+    pieces: dict[torch.Tensor, list[Piece]] = {}
+    for _, held in state.held():
+        pieces.setdefault(held.master, []).append(Piece(held.name, held.start, held.region))
+    packings: dict[torch.Tensor, Packing] = {}
+    for master, parameters in state.masters():
+        own = pieces.get(master, [])
+        if optimizer.states == "bf16":
+            packings[master] = rounded(own)
+            continue
+        partition = Partition(parameters, group, mesh.plan.zero_stage)
+        cut = sorted(
+            block
+            for number, parameter in enumerate(parameters)
+            for block in cut_blocks(state.full_name(parameter), [region for _, region in partition.regions(number)])
+        )
+        together = functools.partial(all_max, group=group.process_group)
+        packings[master] = blocks(own, cut, together if group.size > 1 else lambda values: values, master.device)
+    optimizer.begin(packings)
+
+
+def _begin_muon(state: DeepSpeedState, optimizer: Muon, mesh: Mesh) -> None:
+    """Tell Muon which ranks hold the matrices, and print how many parameters each of its rules updates."""
+    group = Group.of(mesh)
+    matched = {name for parameter, name in state.names.items() if optimizer.matches(name, _full_shape(parameter))}
+    matrices = find_matrices(state, mesh, group, matched.__contains__)
+    # In fp32, ranks that sum in another order still agree to 1e-6. In 16 bits, bf16 is as exact as the gradients.
+    optimizer.begin(WholeMatrices(matrices, group, torch.float32 if mesh.plan.precision == "fp32" else torch.bfloat16))
+    sizes = {name: math.prod(_full_shape(parameter)) for parameter, name in state.names.items()}
+    trained = [name for parameter, name in state.names.items() if parameter.requires_grad]
+    whole, orthogonal = sum(sizes[name] for name in trained), sum(sizes[name] for name in trained if name in matched)
+    print(
+        f"muon: {len(matrices)} matrices with {orthogonal:,} parameters ({orthogonal / max(whole, 1):.1%}) get "
+        f"orthogonal updates, the other {whole - orthogonal:,} AdamW's"
+    )
+
+
+def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    layout = layout_of(parameter)
+    return layout.shape if layout else full_shape(parameter)
 
 
 def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:

@@ -15,8 +15,8 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine import host_waits
 from toolkit.runtime.engine.host_waits import EPSILON, See, UpdateGuard
-from toolkit.runtime.engine.onebit_adam import OneBitAdam
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
+from toolkit.runtime.optimizers.onebit_adam import OneBitAdam
 
 
 class GradientNormMeter:

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from toolkit.recipe.optimizer_sections import Muon
 from toolkit.recipe.sections import Lora, Train
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
 from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.optimizers.muon import RULE, is_matrix
 
 SECOND_FACTORS = "*.lora_B.*"
 """Names of the matrices of adapters that start at zero."""
@@ -32,14 +34,14 @@ def parameter_groups(named: Iterable[tuple[str, torch.Tensor]], train: Train, lr
     that DeepSpeed 0.19.8 would make are one per layer, and under ZeRO 1 and 2 a rank then holds gradients of nearly
     all experts instead of its share (`grads_in_partition`).
     """
-    found: dict[tuple[float, float, str], list[torch.Tensor]] = {(1.0, train.weight_decay, ""): []}
+    found: dict[tuple[float, float, str, str], list[torch.Tensor]] = {(1.0, train.weight_decay, "", ""): []}
     for name, parameter in named:
         if parameter.requires_grad:
             group: str = getattr(parameter, "group_name", "") if holds_experts(parameter) else ""
-            key = (multiplier(name, train.lr_multipliers or {}), _decay(parameter, train), group)
-            found.setdefault(key, []).append(parameter)
+            factor, rule = multiplier(name, train.lr_multipliers or {}), _rule(name, parameter, train)
+            found.setdefault((factor, _decay(parameter, train), group, rule), []).append(parameter)
     kept = {key: parameters for key, parameters in found.items() if parameters}
-    if list(kept) in ([(1.0, train.weight_decay, "")], []):
+    if list(kept) in ([(1.0, train.weight_decay, "", "")], []):
         return [parameter for parameters in kept.values() for parameter in parameters]
     return [
         {
@@ -47,8 +49,9 @@ def parameter_groups(named: Iterable[tuple[str, torch.Tensor]], train: Train, lr
             "lr": lr * factor,
             "weight_decay": decay,
             **({"moe": True, "name": group} if group else {}),
+            **({RULE: rule} if rule else {}),
         }
-        for (factor, decay, group), parameters in sorted(kept.items(), key=lambda item: item[0][0] != 1.0)
+        for (factor, decay, group, rule), parameters in sorted(kept.items(), key=lambda item: item[0][0] != 1.0)
     ]
 
 
@@ -58,6 +61,16 @@ def multiplier(name: str, multipliers: Mapping[str, float]) -> float:
 
 
 def _decay(parameter: torch.Tensor, train: Train) -> float:
+    return train.weight_decay if train.decay == "all" or len(_shape(parameter)) > 1 else 0.0
+
+
+def _rule(name: str, parameter: torch.Tensor, train: Train) -> str:
+    """Which of several rules of the optimizer a parameter gets; empty if it has one."""
+    if train.optimizer != "muon":
+        return ""
+    return "muon" if is_matrix(name, _shape(parameter), train.muon or Muon()) else "adamw"
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     layout = layout_of(parameter)
-    shape = layout.shape if layout else full_shape(parameter)
-    return train.weight_decay if train.decay == "all" or len(shape) > 1 else 0.0
+    return layout.shape if layout else full_shape(parameter)

@@ -13,11 +13,10 @@ from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import HostSum, device
-from toolkit.runtime.engine import gradient_reduction, host_waits
+from toolkit.runtime.engine import gradient_reduction, host_waits, weight_average
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
-from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
@@ -27,6 +26,7 @@ from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
+from toolkit.runtime.optimizers.own_optimizers import own_optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,8 @@ class ReplicaEngine:
         undo_first_step(self._engine.optimizer)
         skip_batch_check(self._engine)
         begin(self._engine, self.state, mesh)
+        if train.ema:
+            weight_average.install(self._engine, self.state.base, train.ema)
         gradient_reduction.install(self._engine, train.reduce, mesh)
         host_waits.let_streams_wait(self._engine, mesh.plan)
         self._norm = GradientNormMeter(self._engine, mesh)

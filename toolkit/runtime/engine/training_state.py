@@ -21,9 +21,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
 from toolkit.errors import CheckpointFailed
-from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT, Fragment, Held, held_fragments
+from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT, Fragment, Held, held_fragments
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
+from toolkit.runtime.optimizers.packed_optimizer import PackedOptimizer
+from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 
 
 class FullSlice(NamedTuple):
@@ -80,6 +82,7 @@ class DeepSpeedState:
         """
         self._engine, self.names = engine, names
         self._copies, self._place, self._models = copies, place, models or [engine.module]
+        self._expanded: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._sharded = isinstance(
             engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
         )
@@ -89,9 +92,10 @@ class DeepSpeedState:
             raise CheckpointFailed(
                 "the optimizer's states are on NVMe, where this version can't save them; use strategy.offload=cpu"
             )
+        self._expanded = None
         for own_name, held in self.held():
             copy, count = (0, 1) if self._sharded else self._copies.of(own_name)
-            for fragment in held_fragments([held], self.base.state, copy, count):
+            for fragment in held_fragments([held], self._states(held.master), copy, count):
                 yield fragment if self._copies.saves(own_name) else replace(fragment, copy=count)
         seen: set[str] = set()
         for name, buffer in itertools.chain.from_iterable(map(persistent_buffers, self._models)):
@@ -115,13 +119,18 @@ class DeepSpeedState:
             wanted = {kind for kind in kinds[item.name] if kind not in NOT_STATES and "@" not in kind}
             state = self.base.state[item.master] if wanted else {}
             for kind in wanted - state.keys():
-                state[kind] = torch.zeros_like(item.master, memory_format=torch.preserve_format)
+                # States that are packed afterwards need not fit on the device in fp32.
+                packed = isinstance(self.base, PackedOptimizer) and kind != AVERAGE
+                place = "cpu" if packed else item.master.device
+                state[kind] = torch.zeros_like(item.master, memory_format=torch.preserve_format, device=place)
             if wanted:
                 state["step"] = self._step_value(item.master, steps)
 
     @torch.no_grad()
     def refresh(self) -> None:
         optimizer = self._engine.optimizer
+        if isinstance(self.base, PackedOptimizer):
+            self.base.pack()
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             _refresh_stage3(optimizer)
         elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
@@ -138,6 +147,7 @@ class DeepSpeedState:
             "optimizer_steps": max(steps, default=0),
             "scheduler_steps": engine.lr_scheduler.last_epoch,
             "skipped_steps": engine.skipped_steps,
+            **(self.base.counters if isinstance(self.base, ScheduleFree) else {}),
             **{f"loss_scale.{key}": float(value) for key, value in self._scaler().items()},
         }
 
@@ -150,9 +160,19 @@ class DeepSpeedState:
             group["lr"] = base * factor(scheduler.last_epoch)
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
         engine.skipped_steps = int(counters["skipped_steps"])
+        if isinstance(self.base, ScheduleFree):
+            self.base.resume_at(int(counters["optimizer_steps"]), counters)
         for key, value in self._scaler().items():
             if f"loss_scale.{key}" in counters:
                 setattr(self._scaler_object, key, type(value)(counters[f"loss_scale.{key}"]))
+
+    def _states(self, master: torch.Tensor) -> dict[torch.Tensor, dict[str, Any]]:
+        """The optimizer's states of one of its tensors; packed ones in fp32, of the last tensor that was asked for."""
+        if not isinstance(self.base, PackedOptimizer):
+            return self.base.state  # type: ignore[no-any-return]
+        if self._expanded is None or self._expanded[0] is not master:
+            self._expanded = (master, self.base.expanded(master))
+        return {master: self._expanded[1]}
 
     @property
     def base(self) -> Any:
@@ -177,25 +197,43 @@ class DeepSpeedState:
             return torch.tensor(float(steps), dtype=torch.float32, device=master.device)
         return steps
 
-    def held(self) -> Iterator[tuple[str, Held]]:
-        """Everything that this rank's optimizer updates, with this rank's parameter name."""
+    def full_name(self, parameter: torch.Tensor) -> str:
+        """Hugging Face name of a parameter."""
+        return self._place(self.names[parameter], 0, 0).name
+
+    def masters(self) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Every tensor that the optimizer updates, with the parameters of which it holds elements on some rank."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-            found = _held_stage3(optimizer)
+            yield from zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-            found = _held_mapped(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+            yield from zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups, strict=True)
         elif isinstance(optimizer, BF16_Optimizer):
-            found = _held_mapped(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
-        elif isinstance(optimizer, FP16_UnfusedOptimizer):
-            found = _held_complete(optimizer.fp16_groups, optimizer.fp32_groups)
+            yield from zip(optimizer.fp32_groups_flat_partition, optimizer.bf16_groups, strict=True)
         else:
-            groups = [group["params"] for group in optimizer.param_groups]
-            found = _held_complete(groups, groups)
-        for parameter, master, start, low, high in found:
+            for parameter, master, *_ in self._found():
+                yield master, [parameter]
+
+    def held(self) -> Iterator[tuple[str, Held]]:
+        """Everything that this rank's optimizer updates, with this rank's parameter name."""
+        for parameter, master, start, low, high in self._found():
             name = self.names[parameter]
             whole, shape, region = self._place(name, low, high)
             if region:
                 yield name, Held(name=whole, shape=shape, region=region, master=master, start=start)
+
+    def _found(self) -> Found:
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            return _held_stage3(optimizer)
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            return _held_mapped(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+        if isinstance(optimizer, BF16_Optimizer):
+            return _held_mapped(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            return _held_complete(optimizer.fp16_groups, optimizer.fp32_groups)
+        groups = [group["params"] for group in optimizer.param_groups]
+        return _held_complete(groups, groups)
 
 
 Found = Iterator[tuple[torch.Tensor, torch.Tensor, int, int, int]]

@@ -19,6 +19,7 @@ from toolkit.errors import first_line
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
+from toolkit.runtime.models.loss import in_training
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.tiny_models import trial_config
 from toolkit.runtime.models.trials import tried
@@ -69,11 +70,17 @@ class Transform:
 class HeadLoss:
     """`Loss` that the head itself has computed: the model's "logits" are losses and hits, per token."""
 
-    def __init__(self, transform: Transform, ranks: Ranks | None = None, start: int = 0) -> None:
+    def __init__(
+        self, transform: Transform, ranks: Ranks | None = None, start: int = 0, vocabulary: int | None = None
+    ) -> None:
         self._transform = transform
         self._ranks = ranks
         self._start = start
         """First token id of this rank's slice of the vocabulary."""
+        self._vocabulary = vocabulary
+        """Columns on all ranks; None: those of the head."""
+        self.smoothing = 0.0
+        """Share of every label that is spread evenly over the vocabulary."""
         self._labels: torch.Tensor | None = None
 
     def expect(self, micro: MicroBatch) -> None:
@@ -97,7 +104,9 @@ class HeadLoss:
         if self._ranks is None and elements <= (WHOLE_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS):
             losses, hits = self._whole(rows, weight, bias, labels)
         else:
-            spec = _Spec(self._transform, self._ranks, self._start, not torch.is_grad_enabled())
+            share = in_training(self.smoothing)
+            columns = self._vocabulary or len(weight)
+            spec = _Spec(self._transform, self._ranks, self._start, not torch.is_grad_enabled(), share, columns)
             losses, hits = _BlockLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]
         return torch.stack([losses, hits], -1).view(*hidden.shape[:-1], 2)
 
@@ -106,7 +115,8 @@ class HeadLoss:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self._transform(linear(rows, weight, bias))
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        losses = cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none")
+        share = in_training(self.smoothing)
+        losses = cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none", label_smoothing=share)
         return losses, torch.zeros_like(losses) if torch.is_grad_enabled() else _hits(logits.argmax(-1), labels, losses)
 
 
@@ -120,6 +130,8 @@ class _Spec:
     ranks: Ranks | None
     start: int
     counts_hits: bool
+    smoothing: float
+    vocabulary: int
 
     def logits(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The model's logits of some rows and columns, in fp32 or wider."""
@@ -161,10 +173,13 @@ class _BlockLoss(torch.autograd.Function):
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
         top = rows.new_full((len(rows),), float("-inf"), dtype=wide)
         total, target, best = torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(labels)
+        kept = 1.0 - spec.smoothing
         for low, high in _columns(weight, len(rows)):
             logits = spec.logits(rows, weight[low:high], None if bias is None else bias[low:high])
             inside, places = spec.own(labels, low, high)
-            target += logits.gather(1, places)[:, 0].masked_fill(~inside, 0.0)
+            target += logits.gather(1, places)[:, 0].masked_fill(~inside, 0.0) * kept
+            if spec.smoothing:
+                target += logits.sum(-1) * (spec.smoothing / spec.vocabulary)
             largest, where = logits.max(-1) if spec.counts_hits else (logits.amax(-1), best)
             if spec.counts_hits:
                 best = torch.where(largest > top, where + spec.start + low, best)
@@ -227,7 +242,10 @@ class _Backward:
             logits.sub_(self.spread[tokens, None]) if isinstance(slope, float) else logits - self.spread[tokens, None]
         )
         inside, places = self.spec.own(self.labels[tokens], low, high)
-        found = found.exp_().scatter_add_(1, places, -inside.to(found.dtype)[:, None])
+        kept = 1.0 - self.spec.smoothing
+        found = found.exp_().scatter_add_(1, places, -kept * inside.to(found.dtype)[:, None])
+        if self.spec.smoothing:
+            found -= self.spec.smoothing / self.spec.vocabulary
         return found.mul_(self.gradient[tokens, None]).mul_(slope).to(self.rows.dtype)
 
     def at_once(self, wants_weight: bool) -> tuple[torch.Tensor | None, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -29,22 +29,45 @@ class Loss(Protocol):
 class SummedCrossEntropy:
     """`Loss` over complete logits. It is finite (0) even if no token is counted."""
 
+    def __init__(self, smoothing: float = 0.0) -> None:
+        self._smoothing = smoothing
+
     def expect(self, micro: MicroBatch) -> None:
         """Not needed: the loss gets logits and labels together."""
 
     def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows = logits.reshape(-1, logits.shape[-1]).float()
-        return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="none").view(labels.shape)
+        return self._losses(rows, labels, "none").view(labels.shape)
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         rows = logits.reshape(-1, logits.shape[-1]).float()
-        return cross_entropy(rows, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return self._losses(rows, labels, "sum")
+
+    def _losses(self, rows: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        smoothing = in_training(self._smoothing)
+        return cross_entropy(
+            rows, labels.flatten(), ignore_index=IGNORE, reduction=reduction, label_smoothing=smoothing
+        )
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return count_matches(logits.argmax(-1), labels)
 
 
 summed_loss = SummedCrossEntropy()
+
+
+def smoothed(loss: Loss, smoothing: float) -> Loss:
+    """A loss with label smoothing in training; evaluations report plain cross-entropy."""
+    if isinstance(loss, SummedCrossEntropy):
+        return SummedCrossEntropy(smoothing)
+    found: Any = loss
+    found.smoothing = smoothing
+    return loss
+
+
+def in_training(smoothing: float) -> float:
+    """The smoothing of this pass: none without gradients."""
+    return smoothing if torch.is_grad_enabled() else 0.0
 
 
 def count_matches(predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

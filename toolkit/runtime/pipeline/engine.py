@@ -16,10 +16,9 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.engine import gradient_reduction
+from toolkit.runtime.engine import gradient_reduction, weight_average
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter
-from toolkit.runtime.engine.optimizers import own_optimizer
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
 from toolkit.runtime.engine.replica import count_tokens
@@ -28,6 +27,7 @@ from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
+from toolkit.runtime.optimizers.own_optimizers import own_optimizer
 from toolkit.runtime.pipeline.schedule_run import ScheduleRun
 from toolkit.runtime.pipeline.stage import Chunks
 from toolkit.runtime.pipeline.transfers import EXCHANGES, Transfers
@@ -75,6 +75,8 @@ class PipelineEngine:
         module.sums_apart = bool(vars(self._engine.optimizer).get("use_grad_accum_attribute"))
         undo_first_step(self._engine.optimizer)
         begin(self._engine, self.state, mesh)
+        if train.ema:
+            weight_average.install(self._engine, self.state.base, train.ema)
         gradient_reduction.install(self._engine, train.reduce, mesh)
         self._norm = GradientNormMeter(self._engine, mesh)
         self._scaling = Scaling(self._engine, mesh.plan)

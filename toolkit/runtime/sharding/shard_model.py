@@ -107,7 +107,7 @@ def shard(
 
 def loss_in_shards(model: PreTrainedModel, group: TensorGroup, loss: VocabularyLoss) -> HeadLoss:
     """Let the shards of a head that is sliced by vocabulary compute the loss."""
-    in_head = HeadLoss(Transform.of(model.config), group, loss.start)
+    in_head = HeadLoss(Transform.of(model.config), group, loss.start, loss.vocabulary)
     install(model, in_head, group.enter)
     return in_head
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
-from toolkit.runtime.models.loss import count_matches
+from toolkit.runtime.models.loss import count_matches, in_training
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.parameter_shards import shares
 from toolkit.runtime.models.tiny_models import tiny_config
@@ -25,6 +26,9 @@ class VocabularyLoss:
 
     def __init__(self, group: TensorGroup, vocabulary: int) -> None:
         self._group = group
+        self.vocabulary = vocabulary
+        self.smoothing = 0.0
+        """Share of every label that is spread evenly over the vocabulary."""
         sizes = shares(vocabulary, group.ranks)
         self.start = sum(sizes[: group.index])
         """First token id of this rank's columns."""
@@ -35,7 +39,8 @@ class VocabularyLoss:
     def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         columns = logits.flatten(0, 1)
         wide = columns if columns.dtype == torch.float64 else columns.float()
-        losses = _SlicedLoss.apply(wide, labels.flatten(), self.start, self._group)  # type: ignore[no-untyped-call]
+        spec = _Slice(self.start, self._group, in_training(self.smoothing), self.vocabulary)
+        losses = _SlicedLoss.apply(wide, labels.flatten(), spec)  # type: ignore[no-untyped-call]
         return losses.view(labels.shape)  # type: ignore[no-any-return]
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -51,26 +56,39 @@ class VocabularyLoss:
         return -self._group.largest(-(places + self.start).masked_fill(others, torch.iinfo(places.dtype).max))
 
 
+@dataclass(frozen=True)
+class _Slice:
+    start: int
+    group: TensorGroup
+    smoothing: float
+    vocabulary: int
+
+
 class _SlicedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, start: int, group: TensorGroup) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, spec: _Slice) -> torch.Tensor:
+        start, group = spec.start, spec.group
         top = group.largest(logits.amax(-1))
         weights = (logits - top[:, None]).exp_()
         own = (labels >= start) & (labels < start + logits.shape[1])
         places = (labels - start).masked_fill(~own, 0)[:, None]
-        target = logits.gather(1, places)[:, 0].masked_fill(~own, 0.0)
+        target = logits.gather(1, places)[:, 0].masked_fill(~own, 0.0) * (1.0 - spec.smoothing)
+        if spec.smoothing:
+            target = target + logits.sum(-1) * (spec.smoothing / spec.vocabulary)
         total, target = group.sum(torch.stack([weights.sum(-1), target]))
         counted = labels != IGNORE
         ctx.save_for_backward(weights.div_(total[:, None]), places, own, counted)
+        ctx.spec = spec
         lost: torch.Tensor = (total.log() + top - target) * counted
         return lost
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         probabilities, places, own, counted = ctx.saved_tensors
-        found = probabilities * (counted * gradient)[:, None]
-        found.scatter_add_(1, places, -((own & counted) * gradient).to(found.dtype)[:, None])
-        return found, None, None, None
+        smoothing, each = ctx.spec.smoothing, (counted * gradient)[:, None]
+        found = (probabilities - smoothing / ctx.spec.vocabulary if smoothing else probabilities) * each
+        found.scatter_add_(1, places, (smoothing - 1.0) * ((own & counted) * gradient).to(found.dtype)[:, None])
+        return found, None, None
 
 
 def head_name(model: PreTrainedModel) -> str | None:

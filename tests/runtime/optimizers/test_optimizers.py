@@ -15,7 +15,7 @@ from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory
-from toolkit.runtime.engine.optimizers import Layers, Span, lamb, lars, lion
+from toolkit.runtime.optimizers.update_rules import Layers, Span, adopt, lamb, lars, lion
 from toolkit.sessions.parity import largest_difference
 
 RATES = {"lamb": 1e-2, "lars": 10.0, "lion": 1e-3}
@@ -37,6 +37,15 @@ def test_lion_moves_by_the_sign_of_its_moment() -> None:
     state: dict[str, torch.Tensor] = {}
     assert lion(weight, grad, state, SETTINGS, Layers()).tolist() == pytest.approx([1 + 0.1, -1 - 0.2])
     assert state["exp_avg"].tolist() == pytest.approx([0.03, -0.04])
+
+
+def test_adopt_divides_by_the_second_moment_of_the_steps_before() -> None:
+    weight, state = torch.tensor([1.0, -2.0]), dict[str, torch.Tensor]()
+    assert adopt(weight, torch.tensor([3.0, -4.0]), state, SETTINGS, Layers()).tolist() == [0.0, 0.0]
+    assert state["exp_avg_sq"].tolist() == [9.0, 16.0]
+    change = adopt(weight, torch.tensor([1.5, 8.0]), state, SETTINGS, Layers())  # 8 / 4 is limited to 1
+    assert change.tolist() == pytest.approx([0.1 * 0.5 + 0.1, 0.1 * 1.0 - 0.2])
+    assert state["exp_avg_sq"].tolist() == pytest.approx([9 * 0.99 + 0.0225, 16 * 0.99 + 0.64])
 
 
 def test_lamb_s_update_is_as_long_as_the_layer() -> None:

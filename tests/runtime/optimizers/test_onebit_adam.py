@@ -11,7 +11,7 @@ from tests.conftest import Trainer
 from toolkit.checkpoints import store
 from toolkit.errors import BadInput
 from toolkit.plans.plan import BLOCK, ONE_BIT_BYTES
-from toolkit.runtime.engine.onebit_adam import compressed, expanded
+from toolkit.runtime.optimizers.onebit_adam import compressed, expanded
 from toolkit.sessions.parity import largest_difference
 
 ADAM = ("train.grad_clip=0", "train.lr=3e-3", "strategy.name=data_parallel")

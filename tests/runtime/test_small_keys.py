@@ -1,0 +1,134 @@
+"""Keys that fine-tuning expects: label smoothing, counted turns, fewer samples, patience, warnings, best export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.conftest import Trainer
+from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
+from toolkit.checkpoints import store
+from toolkit.cli import main
+from toolkit.errors import BadInput
+from toolkit.plans.plan import Plan
+from toolkit.recipe.file import make_recipe
+from toolkit.recipe.sections import Data
+from toolkit.runtime.between_steps import FLAT_STEPS, ZERO_STEPS, WarningHook
+from toolkit.runtime.corpus.formats import counted_turns
+from toolkit.runtime.models.head_loss import HeadLoss, Transform
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
+
+SMOOTH = replace(ADAM, label_smoothing=0.2)
+
+
+class OneRank:
+    """All columns on one rank: the loss is computed block by block, as it is in shards."""
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+
+def test_smoothed_loss_in_blocks_is_torch_s() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 5, generator=generator), torch.randn(11, 5, generator=generator)
+    labels = torch.tensor([3, 0, IGNORE, 10, 7, 1])
+    results = []
+    for blocks in (True, False):
+        rows, head = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        if blocks:
+            loss = HeadLoss(Transform(scale=0.5, cap=3.0), OneRank(), vocabulary=11)
+            loss.smoothing = 0.2
+            loss.expect(MicroBatch(labels[None], labels[None]))
+            total = loss(loss.of_hidden(rows[None], head, None), labels[None])
+        else:
+            logits = Transform(scale=0.5, cap=3.0)(rows @ head.T)
+            total = cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum", label_smoothing=0.2)
+        total.backward()
+        results.append((total.detach(), rows.grad, head.grad))
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32"),
+        Plan(strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32"),
+    ],
+    ids=["tp", "pp"],
+)
+def test_label_smoothing_is_the_same_in_shards_and_stages(plan: Plan) -> None:
+    expected = run(model("llama"), ONE, SMOOTH, "padded")
+    assert abs(expected.loss[0] - run(model("llama"), ONE, ADAM, "padded").loss[0]) > 1e-4
+    assert_same(expected, run(model("llama"), plan, SMOOTH, "padded"))
+
+
+def test_turns_by_role_and_the_last_one() -> None:
+    messages: Any = [{"role": role} for role in ("system", "user", "assistant", "user", "assistant", "tool")]
+    assert counted_turns(messages, Data(format="chat")) == [2, 4]
+    assert counted_turns(messages, Data(format="chat", train_on="last_turn")) == [4]
+    assert counted_turns(messages, Data(format="chat", roles=("user", "assistant"))) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("data.train_on=last_turn", "data.train_on"),
+        ("data.roles=[user]", "data.roles"),
+        ("train.patience=2", "train.patience"),
+        ("train.muon.momentum=0.9", "train.muon"),
+        ("train.states=8bit", "train.states"),
+    ],
+)
+def test_settings_without_effect_are_refused(override: str, key: str, recipe_mapping: dict[str, Any]) -> None:
+    optimizer = ["train.optimizer=sgd"] if key == "train.states" else []
+    with pytest.raises(BadInput, match=key):
+        make_recipe(recipe_mapping, [override, *optimizer])
+
+
+def finished_step(number: int, loss: float, norm: float, tokens: int) -> Any:
+    return SimpleNamespace(number=number, result=SimpleNamespace(loss=loss, grad_norm=norm, tokens=tokens))
+
+
+def test_useless_runs_are_reported_once() -> None:
+    said: list[str] = []
+    hook = WarningHook(said.append)
+    for number in range(1, FLAT_STEPS + ZERO_STEPS):
+        hook.after(finished_step(number, 2.0, 0.0, 0))
+    assert len(said) == 3
+    assert "every label is masked" in said[0]
+    assert "gradients have been 0" in said[1]
+    assert "has not moved" in said[2]
+    quiet = WarningHook(said.append)
+    for number in range(1, FLAT_STEPS + 2):
+        quiet.after(finished_step(number, 2.0 - number / 100, 1.0, 8))
+    assert len(said) == 3
+
+
+def test_a_run_stops_after_evaluations_that_are_not_better(train: Trainer, tmp_path: Path) -> None:
+    """A learning rate that ruins the model; the best checkpoint is exported."""
+    settings = ("train.steps=40", "train.lr=3.0", "train.warmup=0", "train.patience=2", "train.eval_every=1")
+    run = train(*settings, "data.eval_fraction=0.2", "checkpoint.every=100", "train.grad_clip=0", into=tmp_path / "run")
+    assert run.codes == [0, 0]
+    steps = [json.loads(line)["step"] for line in run.run.evaluations.read_text().splitlines()]
+    best = store.best(run.run.checkpoints)
+    assert best is not None
+    assert steps[-1] == best + 2 < 40
+    assert run.summary["status"] == "done"
+    assert store.steps(run.run.checkpoints)[0] == steps[-1]
+    assert main(["export", str(run.run.path), str(tmp_path / "out"), "--best"]) == 0
+
+
+def test_a_trial_reads_fewer_samples(train: Trainer) -> None:
+    few = train("train.epochs=1", "train.steps=null", "data.max_samples=8", "data.packing=false")
+    assert len(few.losses) == 1
