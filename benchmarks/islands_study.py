@@ -40,7 +40,7 @@ def islands(steps: int | str, outer: str) -> tuple[str, ...]:
     return (f"strategy={{name: local_sgd, islands: 2, zero_stage: 0, local_steps: {steps}}}", f"train.outer={outer}")
 
 
-MUON = ("train.optimizer=muon", "train.lr=8e-3")
+MUON = ("train.optimizer=muon", "train.lr=4e-3")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "every step": (SYNC,),
     "averaging, H=50": islands(50, "{}"),

@@ -26,6 +26,7 @@ from toolkit.sessions.hosts import LaunchOptions, planned_commands
 from toolkit.sessions.islands import join_job
 from toolkit.sessions.prepare import prepare_training
 from toolkit.sessions.resolve import Resolved, plan_notes
+from toolkit.sessions.sites import site_of
 from toolkit.sessions.start import start
 
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> tuple[Recipe, int | None, LaunchOptions]:
     """(recipe, number of processes, options), from the command line or from the job that this island joins."""
     if args.join is None:
-        return read_recipe(args), args.nproc, read_launch_options(args)
+        return site_of(read_recipe(args), args.island), args.nproc, read_launch_options(args)
     options = read_join_options(args)
     joining = join_job(options.islands, [*([args.recipe] if args.recipe else []), *args.overrides], args.nproc)
     return joining.recipe, joining.nproc, replace(options, islands=joining.options)

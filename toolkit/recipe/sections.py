@@ -318,10 +318,12 @@ class ClusterSection:
     """Start-up time of a collective inside a node, microseconds."""
     inter_latency_us: float | None = number(None, above=0, most=1e9)
     """Start-up time of a collective across nodes, microseconds."""
-    sites: int = number(1, least=1, most=1024)
-    """Sites (data centres, providers) with a slow link between them; must divide `nodes`."""
+    sites: int | tuple[dict, ...] = number(1, least=1, most=1024)  # type: ignore[type-arg]
+    """Sites (data centres, providers) with a slow link between them: a number that divides `nodes`, or a list of
+    clusters with keys like these. What a site does not give is taken from here. Unequal sites are asynchronous islands;
+    each gets a plan of its own."""
     site_gbps: float | None = number(None, above=0, least=1e-6, most=1e6)
-    """Bandwidth of the link between two sites, Gbit/s; required with `sites`."""
+    """Bandwidth of the link between two sites, or of one site to the others, Gbit/s; required with `sites`."""
     site_latency_ms: float = number(30.0, least=0, most=1e6)
     """Start-up time of a collective across sites, milliseconds."""
 
