@@ -160,6 +160,24 @@ def test_values_that_are_not_signed_do_not_exist(place: tuple[str, Path]) -> Non
     assert store.number("count", 1) == 1, "what is not signed makes room"
 
 
+def test_encrypted_values_are_read_by_islands_only(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["127.0.0.1"], encrypts=True)
+    key = read_key(tmp_path / "keys" / ISLANDS_KEY)
+    assert key.encrypts
+    assert key.certificate.startswith("-----BEGIN CERTIFICATE")
+    transport = open_transport((tmp_path / "store").as_uri(), key, 5.0)
+    store = SignedStore(transport, key)
+    store.write("own", "plain words")
+    store.put("empty", b"")
+    sealed = transport.get("own")
+    assert sealed is not None
+    assert b"plain" not in sealed
+    assert (store.read("own"), store.get("empty")) == ("plain words", b"")
+    transport.put("moved", sealed)
+    assert store.read("moved") is None
+    assert store.number("count", 2) == 2
+
+
 def test_an_older_value_that_is_put_back_is_ignored(place: tuple[str, Path]) -> None:
     store, stranger = connected(place), raw(place)
     store.write("beat", 1)
