@@ -111,7 +111,8 @@ class OuterStep:
             self._settle(number, carries=number in self._unsent)
         for number in sorted(self._unsent):
             self._begin(number, 0)
-            self._settle(number, carries=False)
+            if number in self._in_transit:  # islands that wait have settled it
+                self._settle(number, carries=False)
 
     def reset(self) -> None:
         """Start again from the masters, which were just loaded on all islands."""
