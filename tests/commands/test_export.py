@@ -59,8 +59,8 @@ FOUR_BITS = BitsAndBytesConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", ["none", "4bit"])
-def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str) -> None:
+@pytest.mark.parametrize(("quantize", "dora"), [("none", "false"), ("4bit", "false"), ("none", "true")])
+def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str, dora: str) -> None:
     """Also on a 4-bit base: ZeRO gives the losses of one process, and merging dequantizes the base."""
     from peft import PeftModel
 
@@ -68,7 +68,7 @@ def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: st
     sizes = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes' blocks are 64 weights long
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
     base.save_pretrained(tmp_path / "base")
-    section = f"model={{precision: fp32, path: {tmp_path}/base, lora: {{rank: 4, quantize: {quantize}}}}}"
+    section = f"model={{precision: fp32, path: {tmp_path}/base, lora: {{rank: 4, quantize: {quantize}, dora: {dora}}}}}"
     one = train(*SAVE, section, "train.lr=0.1", "strategy.name=data_parallel", nproc=1)
     done = train(*SAVE, section, "train.lr=0.1", "strategy={name: zero, zero_stage: 2, micro_batch: 2}")
     assert done.losses == pytest.approx(one.losses, rel=1e-5)

@@ -15,6 +15,8 @@ from toolkit import cli
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.sections import Lora, Model
+from toolkit.runtime.models.build import build_in_place, build_model
+from toolkit.runtime.models.first_weights import MAGNITUDE
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.sharding import shard_model, styles
 
@@ -83,3 +85,32 @@ def test_4_bit_weights_are_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_target_that_does_not_exist_is_named(train: Trainer) -> None:
     with pytest.raises(AssertionError, match=r"(?s)model\.lora\.targets.*q_proj"):
         train("model.lora={targets: [q_projection]}", nproc=1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_dora_starts_with_the_lengths_of_the_rows(kind: str) -> None:
+    """A model that gets its weights one at a time has peft's own magnitudes, transposed layers included."""
+    section = replace(model(kind), lora=Lora(rank=4, dora=True))
+    whole, hollow = build_model(section, 0), build_in_place(section, 0, torch.float32, "cpu")
+    lengths = {name: p for name, p in whole.named_parameters() if MAGNITUDE in name}
+    assert lengths
+    placed = dict(hollow.named_parameters())
+    for name, expected in lengths.items():
+        torch.testing.assert_close(placed[name], expected)
+
+
+@pytest.mark.parametrize(
+    "plan", [replace(ONE, strategy="zero", dp=2, zero_stage=2, zero_group=2, micro_batch=2), PIPELINE]
+)
+def test_dora_learns_as_in_one_process(plan: Plan) -> None:
+    section, train = replace(model("llama"), lora=Lora(rank=4, dora=True)), replace(SGD, lr=0.5, grad_clip=0.5)
+    one = run(section, ONE, train, "padded")
+    assert one.loss[-1] != pytest.approx(one.loss[0], rel=1e-4), "the adapters learn"
+    assert_same(one, run(section, plan, train, "padded"))
+
+
+@pytest.mark.parametrize("axes", ["{name: tensor_parallel, tp: 2}", "{name: zero, zero_stage: 3}"])
+def test_dora_needs_complete_weights(axes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model={path: llama-3-8b, lora: {dora: true}}", "cluster=dgx-h100", f"strategy={axes}"]
+    assert cli.main(["plan", "recipes/demo.yaml", *words]) == 3
+    assert "DoRA (model.lora.dora) takes the length" in " ".join(capsys.readouterr().out.split())

@@ -120,6 +120,13 @@ RULES: tuple[RecipeRule, ...] = (
         forbids=lambda recipe, plan: plan.zero_stage == 3,
         reason="4-bit weights (model.lora.quantize) can't be sharded by ZeRO 3; use zero_stage 0, 1 or 2",
     ),
+    RecipeRule(
+        asks=lambda recipe: recipe.model.lora is not None and recipe.model.lora.dora,
+        forbids=lambda recipe, plan: plan.tp > 1 or plan.zero_stage == 3,
+        reason="DoRA (model.lora.dora) takes the length of complete weight rows in every layer; use zero_stage 0, 1 or "
+        "2 without a tensor axis, or leave dora out",
+        limits="DoRA with tensor shards",
+    ),
 )
 
 

@@ -33,6 +33,8 @@ class Lora:
     """Dropout before each adapter."""
     rslora: bool = False
     """Scale adapters by alpha / √rank instead (rank-stabilised LoRA), which suits large ranks."""
+    dora: bool = False
+    """Train the length of each weight row apart from its direction (DoRA); needs complete weights in every layer."""
     lr_ratio: float = number(1.0, above=0)
     """Learning rate of each adapter's second matrix, which starts at zero, relative to the first's (LoRA+: 16)."""
     modules_to_save: tuple[str, ...] = ()

@@ -70,6 +70,8 @@ def _lora_problems(recipe: Recipe, lora: Lora) -> Iterator[Problem]:
     if lora.quantize == "none":
         return
     key = "model.lora.quantize"
+    if lora.dora:
+        yield Problem("model.lora.dora", "4-bit weights would be unpacked for every forward pass; use one of the two")
     if importlib.util.find_spec("bitsandbytes") is None:
         yield Problem(key, "4bit needs bitsandbytes: pip install 'zero-toolkit[qlora]', or use none")
     if recipe.model.init != "pretrained":

@@ -18,6 +18,7 @@ from toolkit.runtime.checkpoint import safetensors_writer
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.models.build import ADAPTER_TASKS, BUILDERS, build_model, load_config, skeleton
+from toolkit.runtime.models.first_weights import MAGNITUDE
 from toolkit.runtime.models.parameter_shards import replace_parameter, sites
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -127,6 +128,7 @@ def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtyp
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=sorted(targets),
         modules_to_save=sorted(whole) or None,
         task_type=ADAPTER_TASKS.get(section.task or "", "CAUSAL_LM"),
@@ -136,8 +138,9 @@ def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtyp
 
 
 def _adapter_name(name: str) -> str:
-    """Name of a parameter in peft's files (peft 0.21.2 leaves out the adapter's name)."""
-    return name.replace(TRAINED_WHOLE, ".").replace(".default.", ".")
+    """Name of a parameter in peft's files (peft 0.21.2 leaves out the adapter's name, and `weight` of DoRA's)."""
+    name = name.replace(TRAINED_WHOLE, ".").replace(".default.", ".")
+    return name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
 
 
 def _write_tokenizer(recipe: Recipe, out: Path, trust_remote_code: bool) -> None:

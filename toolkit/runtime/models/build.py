@@ -285,6 +285,7 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreT
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,
         target_modules=targets if isinstance(targets, str) else list(targets),
         task_type=ADAPTER_TASKS.get(task or "", "CAUSAL_LM"),

@@ -141,6 +141,15 @@ class AdaptedWeights:
     def __init__(self, base: Weights, model: torch.nn.Module) -> None:
         self._base = base
         self._own = {name: p.detach() for name, p in model.named_parameters() if _is_adapter(name)}
+        self._fill_magnitudes(model)
+
+    def _fill_magnitudes(self, model: torch.nn.Module) -> None:
+        """DoRA's row lengths, which peft has taken of a base without values."""
+        for name in [name for name in self._own if MAGNITUDE in name]:
+            layer = name.split(f".{MAGNITUDE}")[0]
+            ((_, weight),) = self._base.read([_base_name(f"{layer}.weight")])
+            across = 0 if getattr(model.get_submodule(layer), "fan_in_fan_out", False) else 1
+            self._own[name] = torch.linalg.norm(weight.float(), dim=across)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._either(names, self._own.__getitem__, lambda base, own: self._base.read(base))
@@ -187,6 +196,8 @@ def _cut(weights: Weights, parameters: Mapping[str, torch.Tensor]) -> Iterator[t
         yield name, own_slice(parameters[name], full)
 
 
+MAGNITUDE = "lora_magnitude_vector"
+"""peft's name of DoRA's row lengths."""
 ADAPTED = "base_model.model."
 """What peft 0.21 puts before the names of a model that it has given adapters."""
 
