@@ -99,9 +99,11 @@ class Site:
         return self.ended is None
 
     def signal(self, number: signal.Signals) -> None:
-        """To the command and its workers, which are one process group."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """To the command and its workers, which have process groups of their own."""
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        for pid in [*map(int, listed.stdout.split()), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def records(self) -> list[dict[str, Any]]:
         """Steps that this island has recorded."""
