@@ -40,7 +40,7 @@ from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.weight_average import evaluated_weights
 from toolkit.runtime.evaluate import Evaluator
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
-from toolkit.runtime.islands.engine import MEETING_STEPS
+from toolkit.runtime.islands.engine import meeting_steps
 from toolkit.runtime.loop import Loop, Position, RemainingSteps, StepSource
 from toolkit.runtime.machine.counters import Counters, make_counters
 from toolkit.runtime.metrics import comm_timer
@@ -315,19 +315,8 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}
     yield CheckpointHook(**shared, due=_due(parts))
     leave = parts.async_island.hand_back if parts.async_island else None
-    yield StopHook(**shared, leave=leave, stop=parts.context.stop, every=_meeting_steps(parts), group=host_group())
-
-
-def _meeting_steps(parts: _Parts) -> int:
-    """Steps between two questions to all ranks whether to stop.
-
-    Islands that train on during exchanges are not held up by more; an asynchronous island asks its own ranks only.
-    """
-    if parts.async_island is not None:
-        return 1
-    steps, outer = parts.spec.plan.local_steps, parts.recipe.train.outer
-    hidden = parts.spec.plan.islands > 1 and outer is not None and outer.mode == "overlap"
-    return -(-MEETING_STEPS // steps) * steps if hidden else steps
+    asks_every = 1 if parts.async_island else meeting_steps(plan, recipe.train.outer)
+    yield StopHook(**shared, leave=leave, stop=parts.context.stop, every=asks_every, group=host_group())
 
 
 def _due(parts: _Parts) -> Callable[[int], bool]:
@@ -368,7 +357,7 @@ class AsyncRounds:
             self.saver.wait()
             raise preempted(self.position.step, self.saver)
         self.position.step = self.last_step
-        if self.saver.recipe.checkpoint.every:
+        if self.saver.recipe.checkpoint.every and not self.island.came_too_late:
             self.saver.save(self.last_step)
         self.saver.wait()
 

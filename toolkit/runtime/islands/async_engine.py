@@ -77,7 +77,8 @@ class AsyncIslandEngine:
         """Island → its updates that were not applied because a check failed."""
         self._staleness = 0
         """Updates of other islands that were applied at the end of the last round."""
-        self._run_is_over = False
+        self.came_too_late = False
+        """Whether all steps were done before this island had joined: its own weights are not those of the run."""
         self._rounds_done = 0
         self._round = 0
         self._is_open = False
@@ -161,7 +162,7 @@ class AsyncIslandEngine:
         try:
             joined = join(self._store, self._membership, self._state, self._agree, self._all, waits.tick)
             if joined is None:
-                self._run_is_over = True
+                self.came_too_late = True
                 return
             self._joined = joined
             self._claims = Claims(self._store, joined, self._transfer, self._state, self._limits)
@@ -185,7 +186,7 @@ class AsyncIslandEngine:
     @property
     def complete(self) -> bool:
         """Whether all islands together have done all steps."""
-        return self._run_is_over or len(self._state.completed) == self._num_rounds
+        return self.came_too_late or len(self._state.completed) == self._num_rounds
 
     def _next_round(self, waits: Waits) -> int | None:
         """The round to do next; None if none is left or a stop was requested."""

@@ -15,6 +15,7 @@ import deepspeed.comm as dist
 import torch
 
 from toolkit.plans.exchange import Exchange, Rhythm
+from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
@@ -33,6 +34,12 @@ BACK_OFF = 0.8
 """Factor of the measured speed of a link that was waited for."""
 WAITED_SHARE = 0.02
 """Share of the time that may be waited before the link counts as too slow."""
+
+
+def meeting_steps(plan: Plan, outer: Outer | None) -> int:
+    """Steps between two questions to all ranks of a plan, such as whether to stop: islands agree where they meet."""
+    hidden = plan.islands > 1 and outer is not None and outer.mode == "overlap"
+    return -(-MEETING_STEPS // plan.local_steps) * plan.local_steps if hidden else plan.local_steps
 
 
 class IslandEngine:

@@ -35,7 +35,7 @@ class _Cipher:
 
     def encrypt(self, key: str, content: bytes) -> bytes:
         nonce = secrets.token_bytes(self._NONCE_BYTES)
-        return nonce + self._aes.encrypt(nonce, content, key.encode())
+        return nonce + bytes(self._aes.encrypt(nonce, content, key.encode()))
 
     def decrypt(self, key: str, content: bytes) -> bytes:
         nonce, sealed = content[: self._NONCE_BYTES], content[self._NONCE_BYTES :]
