@@ -343,6 +343,11 @@ def test_a_provider_joins_with_an_address(recipe_mapping: dict[str, Any], tmp_pa
     assert sorted(record["step"] for record in records) == list(range(1, 33))
     assert sum(record["exchange"]["island"] == 3 for record in records) >= 4
     assert any(record["exchange"]["staleness"] for record in records)
+    runs.append(own.write(tmp_path / "late"))
+    assert (
+        watch_islands(prepare_islands(own, runs[2], place, 2), Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    )
+    assert not store.steps(runs[2].island(2).checkpoints), "its weights are not those of the run"
 
 
 def test_code_of_another_host_runs_here_only_if_it_is_typed_here(
