@@ -43,7 +43,7 @@ from toolkit.reports.template import fill
 from toolkit.reports.terminal import show
 from toolkit.run_dir import heartbeat, layout, lock
 from toolkit.runtime.corpus import sources
-from toolkit.runtime.corpus.formats import make_format
+from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.corpus.tokenizer import Bytes, load_tokenizer
 from toolkit.runtime.sinks.local_files import keep_until

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.reference import TENSOR, ReferenceFile
+from toolkit.runtime.supervision.warm_pool import enter_worker
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 192}  # fmt: skip
@@ -62,6 +67,41 @@ def test_a_pass_resumes_where_it_stopped(pairs: list[str], train: Trainer, tmp_p
     found = cached(tmp_path)
     assert found[0] == complete[0] - 1.0
     np.testing.assert_array_equal(found[1:], complete[1:])
+
+
+def dying(batch: int, seconds: float, argv: tuple[str, ...], env: dict[str, str]) -> None:
+    """Enter the worker; rank 0, which writes after every batch, is killed some time after a batch has begun."""
+    from toolkit.runtime import reference
+
+    count, original = [0], reference.ReferencePass._batch
+
+    def counted(self: Any, *given: Any) -> Any:
+        if count[0] == batch:
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        count[0] += 1
+        return original(self, *given)
+
+    if env["RANK"] == "0":
+        reference.ReferencePass._batch = counted  # type: ignore[method-assign]
+        reference.SAVE_SECONDS = 0.0
+    enter_worker(argv, env)
+
+
+@pytest.mark.slow
+def test_a_pass_that_is_killed_ends_with_the_same_bytes(pairs: list[str], train: Trainer, tmp_path: Path) -> None:
+    random, moments = np.random.default_rng(1), int(os.environ.get("KILLED_PASSES", "2"))
+    train(*pairs, "train.steps=1")
+    (path,) = tmp_path.glob("reference-*.safetensors")
+    whole = path.read_bytes()
+    unfinished = 0
+    for _ in range(moments):
+        path.unlink()
+        moment = partial(dying, int(random.integers(1, 16)), float(random.random()) * 0.05)
+        assert any(train(*pairs, "train.steps=1", enter=moment, check=False).codes)
+        unfinished += path.exists() and bool(np.isnan(cached(tmp_path)).any())
+        train(*pairs, "train.steps=1")
+        assert path.read_bytes() == whole
+    assert unfinished, "at least one pass was resumed in its middle"
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "positive"])

@@ -19,6 +19,7 @@ from toolkit.sessions.preflight import check
 
 if TYPE_CHECKING:
     from toolkit.runtime.data.dataset import Dataset
+    from toolkit.runtime.models.micro_batch import MicroBatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,9 +100,13 @@ def _show_sample(console: Console, loaded: Dataset, number: int) -> None:
     """Print one sample as text: tokens that count in the loss are bold, the others dim."""
     import numpy as np
 
+    from toolkit.runtime.data.groups import GroupRows
     from toolkit.runtime.models.micro_batch import IGNORE
 
     micro = loaded.train.batch(np.array([number]))
+    if isinstance(loaded.train, GroupRows):
+        _show_group(console, loaded, micro, number)
+        return
     counted = micro.counted
     console.rule(f"sample {number}: {counted} of {micro.shape[-1]} predictions count")
     if micro.input_ids is None or loaded.tokenizer is None:
@@ -117,6 +122,18 @@ def _show_sample(console: Console, loaded: Dataset, number: int) -> None:
         console.print(f"→ {shown}", highlight=False, markup=False)
         return
     console.print(_marked(loaded, micro.input_ids[0].tolist(), micro.labels[0].tolist(), IGNORE))
+
+
+def _show_group(console: Console, loaded: Dataset, micro: MicroBatch, number: int) -> None:
+    """Print the texts of a sample, each with the number that the data gives it."""
+    assert micro.input_ids is not None
+    assert micro.attention_mask is not None
+    assert loaded.tokenizer is not None
+    console.rule(f"sample {number}: {len(micro.input_ids)} texts")
+    for place, (ids, mask) in enumerate(zip(micro.input_ids, micro.attention_mask, strict=True)):
+        score = "" if micro.scores is None else f" ({float(micro.scores[0, place]):g})"
+        text = loaded.tokenizer.decode(ids[mask == 1].tolist())
+        console.print(f"{place + 1}{score}: {text}", highlight=False, markup=False)
 
 
 def _marked(loaded: Dataset, ids: list[int], labels: list[int], ignored: int) -> Text:

@@ -13,6 +13,8 @@ LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
 """Bytes per logit: 16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
 FP32_LOGIT_BYTES = 12.0
 """Bytes per logit in fp32: logits, probabilities and gradient."""
+TEACHER_LOGIT_BYTES = 28.0
+"""Bytes per logit where they are compared with a teacher's: copies by temperature, without kept tokens, gradients."""
 BLOCK_ELEMENTS, WHOLE_ELEMENTS, SUM_ELEMENTS, LEAST_COLUMNS = 2**25, 2**27, 2**26, 256
 """Sizes of the toolkit's loss, as in `runtime/models/head_loss.py`, which this package can't import (a test compares):
 logits of a block, logits that a CPU makes at once, fp32 sums of the hidden states' gradient, columns of a block."""
@@ -288,6 +290,8 @@ def logit_bytes(e: Execution) -> float:
 
     The toolkit's loss also makes the gradient of the head's weights, which other software counts as a gradient.
     """
+    if e.whole_logits:
+        return TEACHER_LOGIT_BYTES * e.slice.tokens * e.model.vocab  # every tensor rank has all of them
     if e.drops_gradients and loss_in_blocks(e):
         return _block_loss_bytes(e) + head_gradient_bytes(e)
     own = e.element_bytes == 4 or e.drops_gradients  # the toolkit's loss takes fp32 logits; 16-bit ones are freed
@@ -298,7 +302,7 @@ def logit_bytes(e: Execution) -> float:
 def loss_in_blocks(e: Execution) -> bool:
     """Whether the toolkit's head computes the loss block by block (`runtime/models/head_loss.py`)."""
     most = WHOLE_ELEMENTS if e.cluster.device.backend == "cpu" else BLOCK_ELEMENTS
-    return e.tp > 1 or e.slice.tokens * e.model.vocab > most
+    return not e.whole_logits and (e.tp > 1 or e.slice.tokens * e.model.vocab > most)
 
 
 def head_gradient_bytes(e: Execution) -> float:

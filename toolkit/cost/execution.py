@@ -102,6 +102,8 @@ class Execution:
     """Whether gradients are reduced after every micro-batch (DeepSpeed's ZeRO 2) instead of once per step."""
     offload: str = "none"
     optimizer: str = "adamw"
+    whole_logits: bool = False
+    """Whether the loss compares complete logits with a teacher's."""
     states: str = "fp32"
     """How moments are stored."""
     averaged: bool = False
@@ -275,7 +277,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         offload=plan.offload, optimizer=work.optimizer, states=work.states, averaged=work.averaged,
         lora_rank=work.lora_rank,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
-        quantized_base=work.quantized_base,
+        quantized_base=work.quantized_base, whole_logits=work.whole_logits,
     )  # fmt: skip
 
 

@@ -31,13 +31,13 @@ RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         asks=lambda recipe: recipe.train.objective is not None,
         forbids=lambda recipe, plan: plan.token_parts > 1,
-        reason="train.objective {recipe.train.objective} sums over complete answers, and sequence parallel cuts them; "
+        reason="train.objective {recipe.train.objective} reads complete texts, and sequence parallel cuts them; "
         "use data_parallel, zero, tensor_parallel, pipeline or hybrid",
     ),
     RecipeRule(
         asks=lambda recipe: recipe.train.objective is not None,
         forbids=lambda recipe, plan: plan.islands > 1,
-        reason="train.objective {recipe.train.objective} averages over the pairs of the global batch, and islands "
+        reason="train.objective {recipe.train.objective} averages over the samples of the global batch, and islands "
         "weigh their losses by tokens; use another strategy than local_sgd",
     ),
     RecipeRule(
@@ -51,6 +51,13 @@ RULES: tuple[RecipeRule, ...] = (
         forbids=lambda recipe, plan: plan.tensor_by == "autotp" and plan.tp > 1,
         reason="AutoTP is tried on causal language models only, and data.format needs {recipe.model.task}; "
         "leave tensor_by out",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.model.task == "embedding",
+        forbids=lambda recipe, plan: plan.sequence_sharded,
+        reason="embeddings are made of the hidden states of all tokens, which shares of tokens cut; "
+        "use strategy.sequence_sharded=false",
+        limits="shares of tokens of an embedding model",
     ),
     RecipeRule(
         asks=lambda recipe: recipe.model.task == "seq2seq",

@@ -18,6 +18,7 @@ from toolkit.plans.pipeline_orders import micro_batches_problem
 from toolkit.plans.plan import Job, Workload
 from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
+from toolkit.recipe.data_checks import texts_per_sample
 from toolkit.recipe.sections import Model, Recipe
 from toolkit.resources import CONFIGS
 
@@ -33,7 +34,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         cluster=read_cluster(recipe.cluster, nproc),
         workload=Workload(
             global_batch=recipe.train.global_batch,
-            seq_len=image_tokens(config) if recipe.model.task == "image-classification" else recipe.data.seq_len,
+            seq_len=_sample_tokens(recipe, config),
             precision=recipe.model.precision,
             optimizer=recipe.train.optimizer,
             states=recipe.train.states,
@@ -47,11 +48,17 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             reduce=recipe.train.reduce,
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
+            whole_logits=recipe.train.objective == "distill",
             balance=balance_of(recipe.train.router, config),
         ),
         fixed=_fixed(recipe),
     )
-    problems = [*_problems(job), *_schedule_problems(job, recipe.strategy.name), *_kernel_problems(recipe.model, job)]
+    problems = [
+        *_length_problems(recipe, job.model),
+        *_problems(job),
+        *_schedule_problems(job, recipe.strategy.name),
+        *_kernel_problems(recipe.model, job),
+    ]
     problems += job_problems(job)
     problems += balance_problems(recipe.train.router, config, job.model.experts, recipe.model.precision)
     if problems:
@@ -67,17 +74,25 @@ def raw_config(section: Model) -> Mapping[str, Any]:
     return load_model_config(section.path, models_dir=CONFIGS / "models")
 
 
+def _sample_tokens(recipe: Recipe, config: Mapping[str, Any]) -> int:
+    """Tokens that a sample computes. Attention of several texts is counted as that of one long text."""
+    if recipe.model.task == "image-classification":
+        return image_tokens(config)
+    return recipe.data.seq_len * texts_per_sample(recipe.data, recipe.train.objective)
+
+
+def _length_problems(recipe: Recipe, model: ModelSpec) -> Iterator[Problem]:
+    tokens = model.max_positions if recipe.model.task == "image-classification" else recipe.data.seq_len
+    if model.max_positions and tokens > model.max_positions:
+        yield Problem("data.seq_len", f"{tokens} tokens given; the model takes at most {model.max_positions}")
+
+
 def _problems(job: Job) -> list[Problem]:
-    model, work = job.model, job.workload
     problems = []
     devices = job.cluster.devices
     islands = job.fixed.get("islands", 1)
     if devices % islands:
         problems.append(Problem("strategy.islands", f"{islands} given; must divide the {devices} devices"))
-    if model.max_positions and work.seq_len > model.max_positions:
-        problems.append(
-            Problem("data.seq_len", f"{work.seq_len} tokens given; the model takes at most {model.max_positions}")
-        )
     devices = math.prod(job.fixed.get(axis, 1) for axis in ("tp", "pp", "sp", "cp"))
     if job.cluster.devices % devices:
         problems.append(
@@ -100,8 +115,9 @@ def _expert_problems(job: Job) -> Iterator[Problem]:
 
 
 def _fixed(recipe: Recipe) -> dict[str, Any]:
-    """Axes that the recipe fixes. Decoder layers read the encoder's complete output: no shares of tokens there."""
-    whole = {"sequence_sharded": False} if recipe.model.task == "seq2seq" else {}
+    """Axes that the recipe fixes. Decoder layers read the encoder's complete output, and embeddings are made of all
+    tokens: no shares of tokens there."""
+    whole = {"sequence_sharded": False} if recipe.model.task in ("seq2seq", "embedding") else {}
     return {**whole, **recipe.strategy.fixed()}
 
 
@@ -166,6 +182,8 @@ def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
         return _of_type(config, {"vit": _vit}, "images")(config, num_labels(config, section))
     if section.task == "seq2seq":
         return _of_type(config, {"t5": _t5, "bart": _bart}, "seq2seq")(config, 0)
+    if section.task == "embedding":
+        return _without_head(read_model_config(config))
     return read_model_config(config)
 
 
@@ -203,6 +221,14 @@ def _classifier(base: ModelSpec, labels: int) -> ModelSpec:
     else:
         head = base.head_params - (0 if base.tied_embeddings else width * base.vocab) + width * labels
     return replace(base, vocab=labels, head_params=head, tied_embeddings=False)
+
+
+def _without_head(base: ModelSpec) -> ModelSpec:
+    """The layers alone; what stands in the place of logits is as wide as the hidden states."""
+    head = (
+        0 if base.model_type in BERT else base.head_params - (0 if base.tied_embeddings else base.hidden * base.vocab)
+    )
+    return replace(base, vocab=base.hidden, head_params=head, tied_embeddings=False)
 
 
 def _vit(config: Mapping[str, Any], labels: int) -> ModelSpec:

@@ -47,6 +47,8 @@ class Workload:
     """Steps of the whole run; 0: the recipe gives epochs, so it depends on the data."""
     ramp_start: int = 0
     """Sequences per step at the start of a batch ramp; 0: no ramp."""
+    whole_logits: bool = False
+    """Whether the loss compares complete logits with a teacher's."""
     balance: Balance = field(default_factory=Balance)
     """How the routers of a mixture are balanced."""
 

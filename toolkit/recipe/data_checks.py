@@ -5,17 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
+from toolkit.recipe.objective_sections import SCORED, Objective
 from toolkit.recipe.schema import show
 from toolkit.recipe.sections import Data, Format, Model, Task, Train
 
 PACKED_FORMATS = ("text", "instruction", "chat", "preference")
+ITEMS = "items:"
+"""Start of the name of a tokenizer that takes item ids as they are."""
 
 
-def task_of(kind: Format) -> Task:
-    """The task that a data format trains."""
+def task_of(kind: Format, objective: Objective | None = None) -> Task:
+    """The task that a data format and an objective train."""
+    if objective in SCORED:
+        return "classification"
     if kind in ("classification", "image-classification", "seq2seq"):
         return kind
-    return "causal-lm"
+    return "embedding" if kind == "pairs" else "causal-lm"
+
+
+def is_packed(data: Data, objective: Objective | None) -> bool:
+    """Whether several documents share a row. A head that scores a text has one text per row."""
+    return data.format in PACKED_FORMATS and data.packing and objective not in SCORED
+
+
+def texts_per_sample(data: Data, objective: Objective | None) -> int:
+    """Rows that a sample of the global batch has, each of up to `data.seq_len` tokens."""
+    if objective == "rank":
+        return data.candidates
+    if objective == "contrastive":
+        return 2 + data.negatives
+    return 2 if objective == "reward" else 1
 
 
 def source_weights(path: str | dict[str, float]) -> dict[str, float]:
@@ -26,17 +45,25 @@ def source_weights(path: str | dict[str, float]) -> dict[str, float]:
 def data_problems(data: Data, train: Train, model: Model) -> Iterator[Problem]:
     """Conflicting, unused and missing settings of the data section."""
     yield from _mixture_problems(data)
-    if model.task is not None and model.task != task_of(data.format):
-        yield Problem("model.task", f"{model.task} given; data.format {data.format} trains {task_of(data.format)}")
+    task = task_of(data.format, train.objective)
+    if model.task is not None and model.task != task:
+        yield Problem("model.task", f"{model.task} given; data.format {data.format} trains {task}")
     if data.packing_method == "stream" and data.format != "text":
         yield Problem("data.packing_method", f"stream given; it needs data.format text, not {data.format}")
-    if model.num_labels is not None and "classification" not in data.format:
+    scored = train.objective in SCORED and model.num_labels == 1
+    if model.num_labels is not None and "classification" not in data.format and not scored:
         yield Problem("model.num_labels", f"unused with data.format {data.format}; remove it")
     if data.context_column is not None and data.format != "instruction":
         yield Problem("data.context_column", f"unused with data.format {data.format}; remove it")
     yield from _eval_problems(data, train)
     yield from _streaming_problems(data, train)
-    yield from _preference_problems(data)
+    yield from _preference_problems(data, train.objective)
+    yield from _group_problems(data)
+    if train.objective == "distill" and data.streaming:
+        yield Problem("data.streaming", "the teacher's predictions are kept by row, and a stream has none; remove it")
+    if train.objective == "contrastive" and model.lora is not None and model.lora.dropout:
+        what = f"{model.lora.dropout:g} given; contrastive computes embeddings twice, which must not differ; use 0"
+        yield Problem("model.lora.dropout", what)
     yield from _trial_problems(data)
     yield from _turn_problems(data)
 
@@ -73,15 +100,30 @@ def _mixture_problems(data: Data) -> Iterator[Problem]:
             yield Problem("data.path", "synthetic text can't be part of a mixture; give files or hub ids")
 
 
-def _preference_problems(data: Data) -> Iterator[Problem]:
+def _preference_problems(data: Data, objective: Objective | None) -> Iterator[Problem]:
+    if data.format in ("preference", "pairs", "ranking") and isinstance(data.path, dict):
+        yield Problem("data.path", f"several sources given; {data.format} data comes from one source")
     if data.format != "preference":
         return
-    if not data.packing:
+    if not data.packing and objective not in SCORED:
         yield Problem("data.packing", "false given; both answers of a pair share a row, so preference data is packed")
     if data.streaming:
         yield Problem("data.streaming", "preference data can't be streamed; remove it")
-    if isinstance(data.path, dict):
-        yield Problem("data.path", "several sources given; preference data comes from one source")
+
+
+def _group_problems(data: Data) -> Iterator[Problem]:
+    """Settings of formats whose rows hold several texts."""
+    for key, kind, default in (("negatives", "pairs", 0), ("candidates", "ranking", 8)):
+        if getattr(data, key) != default and data.format != kind:
+            yield Problem(f"data.{key}", f"unused with data.format {data.format}; remove it")
+    if (data.tokenizer or "").startswith(ITEMS):
+        size = (data.tokenizer or "").removeprefix(ITEMS)
+        if not size.isdecimal() or not 0 < int(size) < 2**31 - 1:
+            yield Problem(
+                "data.tokenizer", f"{show(data.tokenizer)} given; items:N with the number of items is required"
+            )
+        if data.format != "pairs":
+            yield Problem("data.tokenizer", f"item ids need data.format pairs, not {data.format}")
 
 
 def _streaming_problems(data: Data, train: Train) -> Iterator[Problem]:

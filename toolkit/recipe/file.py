@@ -21,7 +21,13 @@ from toolkit.recipe.batch_sections import (
     reduce_problems,
 )
 from toolkit.recipe.data_checks import data_problems, task_of
-from toolkit.recipe.objective_sections import objective_problems, router_problems
+from toolkit.recipe.objective_sections import (
+    SCORED,
+    SETTINGS,
+    objective_problems,
+    reference_problems,
+    router_problems,
+)
 from toolkit.recipe.optimizer_sections import average_problems, optimizer_problems
 from toolkit.recipe.schema import build, show
 from toolkit.recipe.sections import Recipe, StrategySection, Train
@@ -105,12 +111,13 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
     problems += interval_problems(strategy.local_steps, train.outer)
+    problems += reference_problems(train.objective, train.reference)
+    problems += objective_problems(train.objective, {key: getattr(train, key) for key in SETTINGS}, recipe.data.format)
     problems += average_problems(train.optimizer, train.schedule, train.ema)
     problems += optimizer_problems(train.optimizer, train.muon, train.states)
     if train.label_smoothing and train.objective is not None:
         what = "is for cross-entropy over tokens; use train.preference.label_smoothing, or remove it"
         problems.append(Problem("train.label_smoothing", what))
-    problems += objective_problems(train.objective, train.preference, recipe.data.format)
     if not _NAME.fullmatch(recipe.name):
         what = f"{show(recipe.name)} given; letters, digits, . _ - only, at most 100, because it names a directory"
         problems.append(Problem("name", what))
@@ -185,5 +192,6 @@ def _strategy_problems(strategy: StrategySection) -> Iterator[Problem]:
 def _resolved(recipe: Recipe) -> Recipe:
     """The recipe with defaults that depend on other keys filled in."""
     init = recipe.model.init or ("pretrained" if recipe.model.path else "scratch")
-    task = recipe.model.task or task_of(recipe.data.format)
-    return replace(recipe, model=replace(recipe.model, init=init, task=task))
+    task = recipe.model.task or task_of(recipe.data.format, recipe.train.objective)
+    labels = 1 if recipe.train.objective in SCORED else recipe.model.num_labels
+    return replace(recipe, model=replace(recipe.model, init=init, task=task, num_labels=labels))

@@ -8,13 +8,15 @@ from typing import Any, Literal
 from toolkit.recipe.axes import Offload, PipelineSchedule, Recompute, TensorBy, ZeroQuantized, ZeroVariant
 from toolkit.recipe.batch_sections import BatchRamp, Outer, Reduce
 from toolkit.recipe.metrics_sections import Metrics
-from toolkit.recipe.objective_sections import Objective, Preference, Router
+from toolkit.recipe.objective_sections import Contrastive, Distill, Objective, Preference, Rank, Router
 from toolkit.recipe.optimizer_sections import Ema, Muon
 from toolkit.recipe.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
-Format = Literal["text", "instruction", "chat", "preference", "classification", "image-classification", "seq2seq"]
-Task = Literal["causal-lm", "classification", "image-classification", "seq2seq"]
+Format = Literal[
+    "text", "instruction", "chat", "preference", "pairs", "ranking", "classification", "image-classification", "seq2seq"
+]  # fmt: skip
+Task = Literal["causal-lm", "classification", "image-classification", "seq2seq", "embedding"]
 OptimizerName = Literal[
     "adamw", "muon", "schedule_free", "adopt", "lamb", "lars", "lion", "sgd", "onebit_adam", "onebit_lamb",
     "zero_one_adam",
@@ -88,7 +90,8 @@ class Data:
     format: Format = "text"
     """What a row contains, and which part of it is trained on; see docs/data.md."""
     tokenizer: str | None = None
-    """Hub id or directory of a tokenizer, or `bytes`; default: the tokenizer of the model."""
+    """Hub id or directory of a tokenizer, or `bytes`, or `items:N` for lists of item ids from 0 to N - 1 (pairs);
+    default: the tokenizer of the model."""
     seq_len: int = number(512, least=2, most=2**30)
     """Tokens per sequence."""
     packing: bool = True
@@ -107,13 +110,30 @@ class Data:
     context_column: str | None = None
     """Column with additional context for the prompt, which may be empty (instruction)."""
     response_column: str = "response"
-    """Column with the response (instruction, seq2seq)."""
+    """Column with the response (instruction, seq2seq; preference, where `label_column` says whether it is good)."""
     chosen_column: str = "chosen"
     """Column with the better answer, a text or messages (preference)."""
     rejected_column: str = "rejected"
     """Column with the worse answer, a text or messages (preference)."""
+    margin_column: str = "margin"
+    """Column with how much better the chosen answer is, which may be missing (preference, objective reward)."""
+    query_column: str = "query"
+    """Column with the query, a text or item ids (pairs, ranking)."""
+    positive_column: str = "positive"
+    """Column with what is to be found for the query, a text or item ids (pairs)."""
+    negatives_column: str = "negatives"
+    """Column with a list of what must not be found for the query (pairs); read if `negatives` is above 0."""
+    negatives: int = number(0, least=0)
+    """Hard negatives per query, the first of each list (pairs)."""
+    candidates_column: str = "candidates"
+    """Column with a list of texts to be ranked for the query (ranking)."""
+    scores_column: str = "scores"
+    """Column with a list of numbers: how relevant each candidate is (ranking)."""
+    candidates: int = number(8, least=2)
+    """Most candidates per query; shorter lists are padded (ranking)."""
     label_column: str = "label"
-    """Column with the class, a number or a name (classification, image-classification)."""
+    """Column with the class, a number or a name (classification, image-classification), or true or false for a good or
+    a bad response (preference, unpaired)."""
     image_column: str = "image"
     """Column with the image, a path or bytes (image-classification). A directory per class needs no columns."""
     train_on: Literal["all", "last_turn"] = "all"
@@ -147,12 +167,21 @@ class Train:
     epochs: float | None = number(None, above=0)
     """Passes over the data; or set `steps`."""
     objective: Objective | None = None
-    """What is minimised instead of the cross-entropy, for `data.format: preference`; see docs/finetuning.md."""
+    """What is minimised instead of the cross-entropy; see docs/finetuning.md."""
     label_smoothing: float = number(0.0, least=0, most=0.5)
     """Share of every label that is spread evenly over the vocabulary or the classes; evaluations report plain
     cross-entropy."""
     preference: Preference | None = None
-    """Settings of the objective."""
+    """Settings of objectives that learn from better and worse answers."""
+    reference: Literal["cached", "live"] | None = None
+    """Where `dpo`, `ipo` and `kto` get the reference's log-probabilities: `cached`, the default, computes them once
+    before training; `live`, which would keep a second model, is refused by this version."""
+    rank: Rank | None = None
+    """Settings of the objective `rank`."""
+    contrastive: Contrastive | None = None
+    """Settings of the objective `contrastive`."""
+    distill: Distill | None = None
+    """Settings of the objective `distill`."""
     router: Router | None = None
     """How the routers of a mixture of experts are kept balanced; default: as the model's config asks."""
     optimizer: OptimizerName = "adamw"

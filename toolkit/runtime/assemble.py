@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.plans.noise_scale import NoiseScale
+from toolkit.recipe.objective_sections import Contrastive
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir.async_islands import Membership
@@ -38,7 +39,7 @@ from toolkit.runtime.distributed.process_group import World, host_group
 from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.weight_average import evaluated_weights
-from toolkit.runtime.evaluate import Evaluator
+from toolkit.runtime.evaluate import Evaluator, Measures
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
 from toolkit.runtime.islands.engine import meeting_steps
 from toolkit.runtime.loop import Loop, Position, RemainingSteps, StepSource
@@ -50,12 +51,14 @@ from toolkit.runtime.metrics.step_breakdown import StepMeter
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
+from toolkit.runtime.objectives.contrastive_loss import RetrievalMeasures
 from toolkit.runtime.observer import Observer
 from toolkit.runtime.reference import ReferencePass, with_reference
 from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
 from toolkit.runtime.summary import Averages
+from toolkit.runtime.teacher import with_teacher
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,9 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     recipe, plan = spec.recipe, spec.plan
     dataset = load_data(recipe, input_spec_of(recipe.model), AllRanks(world), context.console)
     order = dataset.order(recipe, plan.global_batch)
+    say = _speaker(world, context.console)
+    tell = _console_say(recipe, say) if world.rank == 0 else print
+    dataset = with_teacher(dataset, recipe, world, partial(context.heartbeat.move, phase="asking the teacher"), tell)
     last_step = num_steps(recipe, order)
     clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
     comm = comm_timer.install(clock, plan.tp * plan.token_parts)
@@ -181,7 +187,6 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
     engine = async_island or build_engine(engine_spec, world)
-    say = _speaker(world, context.console)
     share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
     dataset = with_reference(
         dataset,
@@ -194,7 +199,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
             cache=cache,
             model=model,
             tick=lambda: context.heartbeat.move(phase="computing the reference"),
-            say=_console_say(recipe, say) if world.rank == 0 else print,
+            say=tell,
         ),
     )
     engine.watch(clock)
@@ -285,13 +290,22 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
         path=parts.run.evaluations,
         writes=bool(recorder.sinks),
         say=_console_say(recipe, parts.say),
-        classes="classification" in recipe.data.format,
+        classes="classification" in recipe.data.format or recipe.train.objective not in (None, "distill"),
         tick=lambda: heartbeat.move(phase="evaluating"),
         log=recorder.evaluated,
+        measures=_measures(parts),
         weights=evaluated_weights(recipe.train, parts.engine.state),
     )
     evaluator.resume_at(parts.position.step)
     return evaluator
+
+
+def _measures(parts: _Parts) -> Measures | None:
+    """What an evaluation measures besides loss and accuracy."""
+    train = parts.recipe.train
+    if train.objective != "contrastive":
+        return None
+    return RetrievalMeasures(parts.engine.loss, train.contrastive or Contrastive())
 
 
 def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator[AfterStep]:

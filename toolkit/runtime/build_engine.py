@@ -18,7 +18,7 @@ from toolkit.plans.pipeline_orders import rank_of, stages_of
 from toolkit.plans.plan import Plan
 from toolkit.plans.router_balance import Balance, balance_of
 from toolkit.recipe.batch_sections import Outer
-from toolkit.recipe.objective_sections import Preference
+from toolkit.recipe.objective_sections import Contrastive, Preference, Rank
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Model, Train
 from toolkit.run_dir.async_islands import Membership
@@ -54,8 +54,11 @@ from toolkit.runtime.models.build import (
 )
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
-from toolkit.runtime.models.preference_loss import PreferenceLoss
 from toolkit.runtime.models.zero3_start import sharded_model
+from toolkit.runtime.objectives.contrastive_loss import ContrastiveLoss
+from toolkit.runtime.objectives.distill_loss import DistillLoss
+from toolkit.runtime.objectives.preference_loss import PreferenceLoss, UnpairedLoss
+from toolkit.runtime.objectives.score_loss import RankLoss, RewardLoss
 from toolkit.runtime.pipeline.engine import PipelineEngine, PipelineParts
 from toolkit.runtime.pipeline.schedule_run import ScheduleRun
 from toolkit.runtime.pipeline.split import StageSplit, analyse
@@ -109,7 +112,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
-    parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model)), routers=_routers(spec, model, mesh))
+    parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model), mesh), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
 
@@ -145,7 +148,7 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
     compiled_layers.install(model, spec.model)
-    loss = _objective(spec, _loss_in_head(spec, model))
+    loss = _objective(spec, _loss_in_head(spec, model), mesh)
     if spec.plan.islands > 1:
         parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss, routers=_routers(spec, model, mesh))
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -177,7 +180,8 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     model, weights = open_skeleton(spec.model, spec.train.seed)
     fused_kernels.install(model, spec.model)
     experts = _own_experts(spec, model, mesh)
-    loss = _objective(spec, _sharded(spec, model, group, _not_among(experts)) if group else _loss_in_head(spec, model))
+    tokens = _sharded(spec, model, group, _not_among(experts)) if group else _loss_in_head(spec, model)
+    loss = _objective(spec, tokens, mesh)
     _fill_own(model, spec, weights)
     _send_to_experts(model, experts, mesh)
     if group:
@@ -212,7 +216,7 @@ def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
     """DeepSpeed's AutoTP shards the full model when the engine is made, and makes the process groups itself."""
     model = _full_model(spec)
     seed_rank(spec.train.seed, mesh)
-    parts = ReplicaParts(loss=_objective(spec, summed_loss))
+    parts = ReplicaParts(loss=_objective(spec, summed_loss, mesh))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -248,7 +252,7 @@ def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup |
     else:
         loss = _loss_in_head(spec, model)
     table = RouterTable.of(model)
-    stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss))
+    stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss, mesh))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     _send_to_experts(model, experts, mesh)
     if spec.plan.chunks == 1:  # with several stages per rank loads are not counted: their passes take turns
@@ -293,19 +297,37 @@ def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: M
         hand_to_deepspeed(model, experts, mesh)
 
 
-def _objective(spec: EngineSpec, loss: Loss) -> Loss:
+def _objective(spec: EngineSpec, loss: Loss, mesh: Mesh) -> Loss:
     """What the recipe minimises, given the loss of tokens."""
-    if spec.train.label_smoothing:
-        loss = smoothed(loss, spec.train.label_smoothing)
-    if spec.train.objective is None:
+    train = spec.train
+    settings = train.preference or Preference()
+    if train.label_smoothing:
+        loss = smoothed(loss, train.label_smoothing)
+    if train.objective is None:
         return loss
-    return PreferenceLoss(loss, spec.train.objective, spec.train.preference or Preference())
+    if train.objective == "kto":
+        return UnpairedLoss(loss, settings)
+    if train.objective == "reward":
+        return RewardLoss(settings)
+    if train.objective == "rank":
+        return RankLoss(train.rank or Rank())
+    if train.objective == "contrastive":
+        return ContrastiveLoss(train.contrastive or Contrastive(), mesh.data, mesh.plan.dp)
+    if train.objective == "distill":
+        assert train.distill is not None
+        return DistillLoss(loss, train.distill)
+    return PreferenceLoss(loss, train.objective, settings)
+
+
+def _needs_logits(spec: EngineSpec) -> str:
+    """Why the loss needs complete logits on every rank; empty if it does not."""
+    return "distillation compares them with the teacher's" if spec.train.objective == "distill" else ""
 
 
 def _loss_in_head(spec: EngineSpec, model: Any) -> Loss:
     """The loss that the head computes block by block; over complete logits if the model does not allow it."""
     base: Any = unadapted(model, spec.model)
-    reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
+    reason = _needs_logits(spec) or head_loss.why_not(spec.model) or head_loss.unfit_head(base)
     if reason:
         print(f"the loss is computed from complete logits: {reason}")
         return summed_loss
@@ -319,9 +341,10 @@ def _sharded(
 ) -> Loss:
     """Reduce a skeleton to this rank's shards; a head that is sliced by vocabulary computes the loss."""
     base = unadapted(model, spec.model)
-    reason = head_loss.why_not(spec.model) or head_loss.unfit_head(base)
+    reason = _needs_logits(spec) or head_loss.why_not(spec.model) or head_loss.unfit_head(base)
     plain = None if base is model else skeleton(spec.model)
-    sliced, shared = not reason or follows_head(spec.model), spec.plan.sequence_sharded
+    sliced = not reason or (follows_head(spec.model) and not _needs_logits(spec))
+    shared = spec.plan.sequence_sharded
     loss = shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shared, report=print)
     if reason or not isinstance(loss, VocabularyLoss):
         print(f"the loss is computed from logits: {reason or 'the head is not sliced by vocabulary'}")

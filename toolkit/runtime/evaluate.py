@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,16 @@ from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import Engine, EvaluationSums
 from toolkit.runtime.sinks.local_files import keep_until
+
+
+class Measures(Protocol):
+    """Measures a whole evaluation, over all of its batches."""
+
+    def begin(self) -> None:
+        """Before the first batch."""
+
+    def finish(self) -> dict[str, float]:
+        """After the last batch; the same on every rank. Collective."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +52,8 @@ class Evaluator:
     """Called after every batch: a long evaluation is not a hang."""
     log: Callable[[dict[str, Any]], object] = bool
     """Called with every evaluation."""
+    measures: Measures | None = None
+    """What the objective measures besides the loss."""
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context with the weights that are evaluated: the last ones, or their average."""
     last: dict[str, Any] = field(default_factory=dict)
@@ -61,11 +73,15 @@ class Evaluator:
     def run(self, step: int) -> bool:
         """Evaluate and record; whether it is the best so far."""
         started = time.perf_counter()
+        if self.measures is not None:
+            self.measures.begin()
         with self.weights():
             sums = self._sums()
         loss = sums.loss / max(sums.counted, 1)
         record: dict[str, Any] = {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         record["accuracy"] = sums.correct / max(sums.counted, 1)
+        if self.measures is not None:
+            record |= self.measures.finish()
         record |= {"tokens": sums.counted, "seconds": time.perf_counter() - started}
         better = not self.best or loss < self.best["loss"]
         self.last, self.best = record, record if better else self.best
@@ -91,5 +107,7 @@ class Evaluator:
         measure = f"perplexity {record['perplexity']:.4g}"
         if self.classes:
             measure = f"accuracy {record['accuracy']:.1%}"
+        if "recall@10" in record:
+            measure = f"recall@10 {record['recall@10']:.1%} · MRR {record['mrr']:.3f}"
         best = "the best so far" if better else f"best {self.best['loss']:.4f} at step {self.best['step']}"
         return f"evaluation at step {record['step']}: loss {record['loss']:.4f} · {measure} · {best}"

@@ -69,6 +69,8 @@ class Observer:
         split, detail = self.meter.close(number), self.meter.detail(number)
         rate = result.tokens / step_seconds
         share = self.batches.size(number - 1) / self.batches.full
+        figures = result.figures
+        compares = figures is not None and "margin" in figures
         record = Record(
             step=number,
             loss=loss,
@@ -90,7 +92,8 @@ class Observer:
             parts=split.parts,
             grad_sync_seconds=split.grad_sync_seconds,
             compiled_graphs=compiled_graphs(),
-            preference=result.figures,
+            preference=figures if compares else None,
+            objective=None if compares else figures,
             exchange=None if result.exchange is None else dict(result.exchange),
             router=router_load.summarise(result.numbers.routers),
             skipped=int(result.skipped),

@@ -34,7 +34,7 @@ from toolkit.runtime.distributed.process_group import World, all_max, all_sum, d
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.models.build import load_config
 from toolkit.runtime.models.first_weights import checkpoint_files
-from toolkit.runtime.models.preference_loss import PreferenceLoss
+from toolkit.runtime.objectives.preference_loss import PreferenceLoss, UnpairedLoss
 
 SAVE_SECONDS = 20.0
 """Time between two writes of an unfinished pass."""
@@ -75,7 +75,7 @@ class ReferencePass:
 
     def _compute(self, samples: PairRows, values: np.ndarray, missing: np.ndarray, file: ReferenceFile) -> None:
         loss = self.engine.loss
-        assert isinstance(loss, PreferenceLoss)
+        assert isinstance(loss, PreferenceLoss | UnpairedLoss)
         self.say(f"reference: {int(missing.sum()):,} of {len(missing):,} documents to compute")
         saved = time.monotonic()
         for start in range(0, len(samples), self.global_batch):
@@ -91,13 +91,13 @@ class ReferencePass:
         if self.world.local_rank == 0:
             file.write(values)
 
-    def _batch(self, samples: PairRows, rows: np.ndarray, loss: PreferenceLoss) -> np.ndarray:
+    def _batch(self, samples: PairRows, rows: np.ndarray, loss: PreferenceLoss | UnpairedLoss) -> np.ndarray:
         """Log-probabilities of the documents of one global batch, on every rank."""
         ids = np.full(self.global_batch, PAST_END)
         ids[: len(rows)] = rows
         own = own_share(ids, replica=self.share.replica, replicas=self.share.replicas)
         loss.recorded = []
-        self.engine.evaluate(global_batch(samples, ids, self.share))
+        self.engine.look(global_batch(samples, ids, self.share))
         found, loss.recorded = loss.recorded, None
         first, count = samples.places(rows)[0], len(samples.places(rows))
         sums = torch.zeros(2, count, dtype=torch.float64)
@@ -114,7 +114,7 @@ def with_reference(dataset: Dataset, recipe: Recipe, make: Callable[[Path, str],
     """The data with what its objective compares the model with, if it does."""
     if recipe.train.objective not in COMPARED:
         return dataset
-    return make(Path(recipe.data.cache).expanduser(), _model_digest(recipe.model, recipe.train.seed)).over(dataset)
+    return make(Path(recipe.data.cache).expanduser(), digest_of_model(recipe.model, recipe.train.seed)).over(dataset)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class ReferenceFile:
         try:
             with safe_open(self.path, "numpy") as file:
                 values: np.ndarray = file.get_tensor(TENSOR)
-                intact = (file.metadata() or {}).get("digest") == _digest(values.tobytes())
+                intact = (file.metadata() or {}).get("digest") == tensors_digest({TENSOR: values})
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             self.say(f"reference cache {self.path}: can't be read ({error}); it is computed again")
             return unknown
@@ -143,23 +143,33 @@ class ReferenceFile:
 
     def write(self, values: np.ndarray) -> None:
         """Replace the file."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=".writing-reference-", dir=self.path.parent)
-        except OSError as error:
-            raise BadInput("data.cache", f"{self.path.parent} can't be written: {error.strerror}") from None
-        os.close(handle)
-        try:
-            save_file({TENSOR: values}, name, {"digest": _digest(values.tobytes())})
-            with open(name, "rb+") as file:
-                os.fsync(file.fileno())
-            os.replace(name, self.path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+        write_tensors(self.path, {TENSOR: values})
 
 
-def _model_digest(section: Model, seed: int) -> str:
+def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Write a file of the data cache with a digest of its content. It is replaced completely or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=".writing-reference-", dir=path.parent)
+    except OSError as error:
+        raise BadInput("data.cache", f"{path.parent} can't be written: {error.strerror}") from None
+    os.close(handle)
+    try:
+        save_file(tensors, name, {"digest": tensors_digest(tensors)})
+        with open(name, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def tensors_digest(tensors: dict[str, np.ndarray]) -> str:
+    """Digest of the content of a file."""
+    return _digest(*(np.ascontiguousarray(tensors[name]).tobytes() for name in sorted(tensors)))
+
+
+def digest_of_model(section: Model, seed: int) -> str:
     """Digest of everything that the reference's weights follow from."""
     config = load_config(section).to_dict()
     known: list[Any] = [config, section.init, section.precision, section.task]

@@ -24,6 +24,7 @@ from toolkit.planner.search import Option
 from toolkit.plans.job import raw_config
 from toolkit.plans.pipeline_orders import boundaries
 from toolkit.plans.plan import Plan
+from toolkit.recipe.data_checks import texts_per_sample
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.rehearsal.report import Collective, RehearsalSpec, RoleFailed, RoleReport
 from toolkit.runtime.supervision.warm_pool import WarmProcess
@@ -229,6 +230,7 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,
         "the task seq2seq (model.task)": recipe.model.task == "seq2seq",
+        "what a teacher predicts (train.objective)": recipe.train.objective == "distill",
     }
     for name, is_used in unfakeable.items():
         if is_used:
@@ -238,6 +240,7 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
 def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
     """What a rank of a plan is rehearsed from."""
     recipe, cluster = resolved.recipe, resolved.job.cluster
+    texts = texts_per_sample(recipe.data, recipe.train.objective)
     return RehearsalSpec(
         model=replace(recipe.model, config=dict(raw_config(recipe.model)), path=None, init="scratch"),
         train=recipe.train,
@@ -247,7 +250,8 @@ def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
         device_name=cluster.device.name,
         device_memory_bytes=cluster.device.memory_bytes,
         local_size=cluster.devices_per_node,
-        seq_len=resolved.job.workload.seq_len,
+        seq_len=resolved.job.workload.seq_len // texts,
+        texts=texts,
         rows=_rows(recipe),
         steps=steps,
     )
@@ -255,8 +259,8 @@ def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
 
 def _rows(recipe: Recipe) -> str:
     """What a row of the run's batches holds."""
-    data = recipe.data
-    special = {"classification": "text", "image-classification": "image"}.get(recipe.model.task or "")
+    data, task = recipe.data, recipe.model.task
+    special = "image" if task == "image-classification" else "text" * (task in ("classification", "embedding"))
     if special or data.path == "synthetic":
         return special or "plain"
     if not data.packing:

@@ -9,7 +9,9 @@ from typing import Any
 from toolkit.models.tiny_sizes import IMAGES, tiny_sizes
 from toolkit.plans.job import raw_config
 from toolkit.recipe.batch_sections import Reduce
+from toolkit.recipe.data_checks import ITEMS
 from toolkit.recipe.metrics_sections import Metrics, Wandb
+from toolkit.recipe.objective_sections import SCORED
 from toolkit.recipe.sections import ClusterSection, Data, Recipe, StrategySection, Train
 
 STEPS, SEQ_LEN, GLOBAL_BATCH = 4, 64, 8
@@ -32,7 +34,9 @@ def tiny_recipe(recipe: Recipe) -> Recipe:
         precision="fp32",
         attention="eager" if recipe.model.attention == "eager" else "auto",
         lora=lora and replace(lora, rank=min(lora.rank, LARGEST_RANK)),
-        num_labels=recipe.model.num_labels and max(recipe.model.num_labels, 4),
+        num_labels=1
+        if recipe.train.objective in SCORED
+        else recipe.model.num_labels and max(recipe.model.num_labels, 4),
         trust_remote_code=False,
     )
     return replace(
@@ -40,7 +44,7 @@ def tiny_recipe(recipe: Recipe) -> Recipe:
         name=f"{recipe.name[:95]}-tiny",
         model=model,
         data=_data(recipe.data),
-        train=_train(recipe.train),
+        train=_train(recipe.train, tiny_values(raw_config(recipe.model))),
         strategy=strategy,
         cluster=ClusterSection(device="cpu", devices_per_node=processes(strategy)),
         checkpoint=replace(recipe.checkpoint, every=min(recipe.checkpoint.every, 2), resume="auto"),
@@ -82,8 +86,10 @@ def _data(given: Data) -> Data:
     return Data(
         path="python-stdlib" if plain or given.format == "text" else "synthetic",
         format=given.format,
-        tokenizer=None if given.format == "image-classification" else "bytes",
-        seq_len=2 * SEQ_LEN if given.format == "preference" else SEQ_LEN,  # a row holds two answers
+        tokenizer=_tokenizer(given),
+        seq_len=2 * SEQ_LEN if given.format == "preference" else SEQ_LEN,  # a row may hold two answers
+        negatives=min(given.negatives, 3),
+        candidates=given.candidates,
         packing=given.packing,
         packing_method=given.packing_method,
         long_documents=given.long_documents,
@@ -92,10 +98,17 @@ def _data(given: Data) -> Data:
     )
 
 
-def _train(given: Train) -> Train:
+def _tokenizer(given: Data) -> str | None:
+    if (given.tokenizer or "").startswith(ITEMS):
+        return f"{ITEMS}{VOCABULARY - 1}"
+    return None if given.format == "image-classification" else "bytes"
+
+
+def _train(given: Train, config: dict[str, Any]) -> Train:
     every = 2 if given.eval_every else 0
+    distill = given.distill and replace(given.distill, teacher=None, teacher_config=config, top_k=4)
     return replace(
-        given, steps=STEPS, epochs=None, global_batch=GLOBAL_BATCH, warmup=0.0, eval_every=every,
+        given, distill=distill, steps=STEPS, epochs=None, global_batch=GLOBAL_BATCH, warmup=0.0, eval_every=every,
         eval_samples=16 if every else None, lr_scaling="none", base_batch=None, critical_batch=None,
         batch_ramp=None, reduce=Reduce(), freeze_steps=given.freeze_steps and 2,
     )  # fmt: skip

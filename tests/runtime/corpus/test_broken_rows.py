@@ -9,7 +9,7 @@ import pytest
 
 from toolkit.errors import BadInput
 from toolkit.recipe.sections import Data
-from toolkit.runtime.corpus.formats import make_format
+from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.tokenizer import Bytes
 from toolkit.runtime.data.streaming import windows

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from toolkit.errors import BadInput
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Data
-from toolkit.runtime.corpus.formats import make_format
+from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.corpus.tokenizer import Bytes, HuggingFace, Tokenizer
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.load import load_data

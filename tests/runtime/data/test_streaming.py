@@ -15,7 +15,8 @@ from benchmarks.harness.recorded_order import stopping_at
 from tests.conftest import Trainer
 from toolkit.errors import BadInput
 from toolkit.recipe.file import make_recipe
-from toolkit.runtime.corpus.formats import Format, make_format
+from toolkit.runtime.corpus.formats import Format
+from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.data import streaming
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.load import load_data

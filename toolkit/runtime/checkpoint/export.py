@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from toolkit.checkpoints.format import file_problems
 from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
+from toolkit.recipe.objective_sections import Contrastive
 from toolkit.recipe.sections import Lora, Model, Recipe
 from toolkit.runtime.checkpoint import safetensors_writer
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT
@@ -44,6 +46,8 @@ def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_cod
     else:
         _write_adapter(reader, section, section.lora, dtype, writing)
     _write_tokenizer(recipe, writing, trust_remote_code)
+    if section.task == "embedding" and (section.lora is None or merge):
+        _write_pooling(recipe, load_config(section).get_text_config().hidden_size, writing)
     writing.rename(out)
     return recipe
 
@@ -141,6 +145,32 @@ def _adapter_name(name: str) -> str:
     """Name of a parameter in peft's files (peft 0.21.2 leaves out the adapter's name, and `weight` of DoRA's)."""
     name = name.replace(TRAINED_WHOLE, ".").replace(".default.", ".")
     return name.removesuffix(".weight") if name.endswith(f"{MAGNITUDE}.weight") else name
+
+
+def _write_pooling(recipe: Recipe, size: int, out: Path) -> None:
+    """Write what sentence-transformers needs to load the directory: which modules follow the model, and their settings.
+
+    Keys as in its versions 2 to 6, which read the older names of the pooling modes, too.
+    """
+    settings = recipe.train.contrastive or Contrastive()
+    kinds = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken", "cls": "pooling_mode_cls_token"}
+    modes = {name: kind == settings.pooling for kind, name in kinds.items()}
+    modules = ["Transformer", "Pooling", *(["Normalize"] if settings.similarity == "cosine" else [])]
+    folders = ["", "1_Pooling", "2_Normalize"]
+    listed = [
+        {"idx": place, "name": str(place), "path": folders[place], "type": f"sentence_transformers.models.{name}"}
+        for place, name in enumerate(modules)
+    ]
+    for folder in folders[1 : len(modules)]:
+        (out / folder).mkdir()
+    files: dict[str, Any] = {
+        "modules.json": listed,
+        "1_Pooling/config.json": {"word_embedding_dimension": size, **modes},
+        "sentence_bert_config.json": {"max_seq_length": recipe.data.seq_len, "do_lower_case": False},
+        "config_sentence_transformers.json": {"similarity_fn_name": settings.similarity, "prompts": {}},
+    }
+    for name, content in files.items():
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_tokenizer(recipe: Recipe, out: Path, trust_remote_code: bool) -> None:

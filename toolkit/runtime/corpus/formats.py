@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from toolkit.errors import BadInput, first_line
+from toolkit.errors import first_line
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.token_documents import TOKEN
 from toolkit.runtime.corpus.tokenizer import Message, Tokenizer
@@ -28,6 +28,10 @@ class Encoded:
     """For each document, which tokens the loss counts; empty if all."""
     targets: list[np.ndarray] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    """A number for each document, if the format has any: a margin, whether an answer is good, how relevant it is."""
+    groups: list[int] = field(default_factory=list)
+    """Documents of each row, if rows differ."""
     empty: int = 0
     unanswered: int = 0
     unrolled: int = 0
@@ -96,18 +100,18 @@ class Answers:
         found = Encoded(problems=[] if self.section.format == "chat" else text_problems(rows, self.columns))
         for number in range(len(rows[self.columns[0]])):
             messages = self._messages({name: values[number] for name, values in rows.items()})
-            problem = _message_problem(messages)
+            problem = message_problem(messages)
             if problem:
                 found.problems.append((number, problem))
             elif not messages:
                 found.empty += 1
             else:
-                self._add(found, number, messages, _without_nulls(rows["tools"][number]) if "tools" in rows else None)
+                self._add(found, number, messages, without_nulls(rows["tools"][number]) if "tools" in rows else None)
         return found
 
     def _messages(self, row: Mapping[str, Any]) -> Any:
         if self.section.format == "chat":
-            return _without_nulls(row[self.columns[0]])
+            return without_nulls(row[self.columns[0]])
         prompt, response = row[self.columns[0]], row[self.columns[1]]
         context = row[self.columns[2]] if len(self.columns) > 2 else None
         asked = "\n\n".join(str(part) for part in (prompt, context) if part)
@@ -204,34 +208,53 @@ class Preferences:
         prompts = rows.get(self.section.prompt_column, [None] * len(rows[self.columns[0]]))
         for number, (prompt, *answers) in enumerate(zip(prompts, *(rows[name] for name in self.columns), strict=True)):
             try:
-                documents = self._pair(prompt, *(_without_nulls(answer) for answer in answers))
+                documents = self._pair(prompt, *(without_nulls(answer) for answer in answers))
             except Exception as error:  # templates are programs and may raise anything
                 found.problems.append((number, first_line(error)))
                 continue
             for segments in documents:
                 found.add(self.tokenizer, segments)
+            if self.section.margin_column in rows:
+                self._add_margin(found, number, rows[self.section.margin_column][number])
         return found
+
+    def _add_margin(self, found: Encoded, number: int, margin: Any) -> None:
+        if is_number(margin):
+            found.scores += [float(margin), 0.0]
+        else:
+            found.problems.append((number, f"{self.section.margin_column} is {margin!r:.60}; a number is required"))
 
     def _pair(self, prompt: Any, chosen: Any, rejected: Any) -> list[list[Segment]]:
         """Segments of both documents: what precedes the answers, and each answer."""
         for name, answer in zip(self.columns, (chosen, rejected), strict=True):
             if not answer:
                 raise ValueError(f"{name} is empty; both answers are required")
-            if not isinstance(answer, str) and (problem := _message_problem(answer)):
+            if not isinstance(answer, str) and (problem := message_problem(answer)):
                 raise ValueError(f"{name}: {problem}")
         if chosen == rejected:
             raise ValueError("both answers are the same; a pair must have a better and a worse one")
         if isinstance(chosen, str) != isinstance(rejected, str):
             raise ValueError("one answer is a text, the other one a list of messages; both must be of one kind")
-        before, chosen, rejected = self._split(_without_nulls(prompt), chosen, rejected)
+        before, chosen, rejected = self._split(without_nulls(prompt), chosen, rejected)
         if not before:
             raise ValueError(f"no prompt: {self.section.prompt_column} is empty, and the answers have no common start")
         return [self._document(before, answer) for answer in (chosen, rejected)]
 
+    def single(self, prompt: Any, answer: Any) -> list[Segment]:
+        """Segments of a prompt with one answer."""
+        if not answer:
+            raise ValueError(f"{self.section.response_column} is empty; an answer is required")
+        if not isinstance(answer, str) and (problem := message_problem(answer)):
+            raise ValueError(f"{self.section.response_column}: {problem}")
+        before, answer, _ = self._split(prompt, answer, answer)
+        if not before:
+            raise ValueError(f"{self.section.prompt_column} is empty; a prompt is required")
+        return self._document(before, answer)
+
     def _split(self, prompt: Any, chosen: Any, rejected: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """(messages before the answers, messages of the chosen answer, of the rejected one)."""
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else list(prompt or [])
-        if problem := _message_problem(before):
+        if problem := message_problem(before):
             raise ValueError(f"{self.section.prompt_column}: {problem}")
         if isinstance(chosen, str):
             return before, [{"role": "assistant", "content": chosen}], [{"role": "assistant", "content": rejected}]
@@ -253,21 +276,6 @@ class Preferences:
         raise ValueError("the chat template does not render a beginning of a conversation as a beginning of its text")
 
 
-def make_format(section: Data, tokenizer: Tokenizer, names: tuple[str, ...] = ()) -> Format:
-    """The reader of the recipe's format."""
-    if section.format == "text":
-        return Text(tokenizer, section.text_column)
-    if section.format in ("instruction", "chat"):
-        return Answers(tokenizer, section)
-    if section.format == "preference":
-        return Preferences(tokenizer, section)
-    if section.format == "classification":
-        return Classes(tokenizer, section, names)
-    if section.format == "seq2seq":
-        return Pairs(tokenizer, section)
-    raise BadInput("data.format", f"{section.format} is not a text format")
-
-
 def text_problems(rows: Rows, columns: Sequence[str]) -> list[tuple[int, str]]:
     """Rows whose text is something else, such as a number: trained on as its digits, it would hide a wrong column."""
     return [
@@ -278,6 +286,11 @@ def text_problems(rows: Rows, columns: Sequence[str]) -> list[tuple[int, str]]:
     ]
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value of a table is a finite number."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
 def label_number(label: Any, names: Sequence[str]) -> int | None:
     """A label as a number; None if it is not a class."""
     if names:
@@ -285,7 +298,7 @@ def label_number(label: Any, names: Sequence[str]) -> int | None:
     return int(label) if isinstance(label, int | np.integer) else None
 
 
-def _message_problem(messages: Any) -> str:
+def message_problem(messages: Any) -> str:
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
         return f"{type(messages).__name__} found; a list of messages with role and content is required"
     for place, message in enumerate(messages):
@@ -296,11 +309,11 @@ def _message_problem(messages: Any) -> str:
     return ""
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Remove null values: tables fill keys that a row lacks with null, and templates must not see them."""
     if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def counted_turns(messages: Sequence[Message], section: Data) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import BadInput, first_line
+from toolkit.recipe.data_checks import ITEMS
 from toolkit.recipe.data_files import TABLE_FORMATS, data_files
 from toolkit.recipe.sections import Data
 
@@ -23,7 +24,7 @@ TOO_DEEP = "nested too deeply; correct or remove it"
 def content_key(section: Data, path: str) -> str:
     """A key that changes when the content of a source changes."""
     if path == "synthetic":
-        return f"synthetic {section.format}"
+        return f"synthetic {section.format} {_num_items(section) or ''}".rstrip()
     files = data_files(path)
     if files is None:
         return f"hub {path} {_hub(path)._fingerprint}"
@@ -41,7 +42,8 @@ def read_rows(section: Data, path: str, work: Path) -> Any:
     import datasets
 
     if path == "synthetic":
-        return datasets.Dataset.from_list(synthetic_rows(section.format))
+        items = _num_items(section)
+        return datasets.Dataset.from_list(synthetic_sessions(items) if items else synthetic_rows(section.format))
     files = data_files(path)
     if files is None:
         return _hub(path)
@@ -209,6 +211,52 @@ def _preference(number: int) -> dict[str, Any]:
     return {"prompt": row["prompt"], "chosen": row["response"], "rejected": rejected}
 
 
+def _query(number: int) -> dict[str, Any]:
+    """A question, its answer, and the sounds of other animals."""
+    animal = number % len(ANIMALS)
+    others = [f"{number % 16}: {SOUNDS[(animal + step) % len(SOUNDS)]}" for step in (1, 2, 3)]
+    query = f"{number % 16}: what does the {ANIMALS[animal]} say?"
+    return {"query": query, "positive": f"{number % 16}: {SOUNDS[animal]}", "negatives": others}
+
+
+def _ranking(number: int) -> dict[str, Any]:
+    row = _query(number)
+    candidates = [*row["negatives"], row["positive"]]
+    place = number % len(candidates)
+    shown = candidates[place:] + candidates[:place]
+    return {"query": row["query"], "candidates": shown, "scores": [float(text == row["positive"]) for text in shown]}
+
+
+SESSIONS, SHELF = 8192, 16
+"""Synthetic sessions, and items that are bought together."""
+
+
+def _num_items(section: Data) -> int:
+    """Items of a recommender's data; 0 if rows are texts."""
+    name = section.tokenizer or ""
+    return int(name.removeprefix(ITEMS)) if name.startswith(ITEMS) else 0
+
+
+def synthetic_sessions(items: int, count: int = SESSIONS) -> list[dict[str, Any]]:
+    """Sessions of item ids with the next item of each: mostly the one after the last, on a shelf that some like more.
+
+    Some shelves are visited much more often than others, so popular items alone are right now and then.
+    """
+    random = np.random.default_rng(0)
+    shelves = max(1, items // SHELF)
+    weights = 1 / np.arange(1, shelves + 1)
+    rows = []
+    for shelf in random.choice(shelves, count, p=weights / weights.sum()).tolist():
+        size = min(SHELF, items)
+        place = int(random.integers(size))
+        session = []
+        for _ in range(int(random.integers(2, 8))):
+            session.append(shelf * SHELF + place)
+            place = (place + 1) % size if random.random() < 0.7 else int(random.integers(size))
+        rows.append({"query": session, "positive": [shelf * SHELF + place], "negatives": []})
+    return rows
+
+
 def _class(number: int) -> dict[str, Any]:
     return {"text": _text(number)["text"], "label": number % len(ANIMALS)}
 
@@ -232,5 +280,7 @@ _ROWS = {
     "seq2seq": _pair,
     "chat": _chat,
     "preference": _preference,
+    "pairs": _query,
+    "ranking": _ranking,
     "classification": _class,
 }

@@ -19,7 +19,8 @@ import numpy as np
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus import sources
-from toolkit.runtime.corpus.formats import Format, make_format
+from toolkit.runtime.corpus.formats import Format
+from toolkit.runtime.corpus.grouped_formats import key_columns, make_format, optional_columns
 from toolkit.runtime.corpus.token_documents import TOKEN, Counts, Documents
 from toolkit.runtime.corpus.tokenizer import Tokenizer
 from toolkit.runtime.distributed.rank_zero_first import OncePerHost
@@ -42,18 +43,7 @@ class TokenCache:
 
     def key(self, section: Data, source: str, tokenizer: Tokenizer) -> str:
         """Name of the directory with the documents of a source. It exists completely or not at all."""
-        columns: tuple[str | None, ...] = (
-            section.text_column,
-            section.messages_column,
-            section.prompt_column,
-            section.response_column,
-            section.context_column,
-            section.label_column,
-        )
-        if section.format == "preference":
-            columns = (section.prompt_column, section.chosen_column, section.rejected_column)  # fmt: skip
-        if (section.train_on, section.roles) != ("all", ("assistant",)):
-            columns = (*columns, section.train_on, *section.roles)
+        columns = key_columns(section)
         settings = [VERSION, section.format, columns, tokenizer.identity, sources.content_key(section, source)]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
@@ -89,11 +79,10 @@ class TokenCache:
         with self._progress():
             rows = sources.read_rows(section, source, work)
             names = class_names(rows, section) if section.format == "classification" else ()
-            reader = make_format(section, tokenizer, names)
+            reader = make_format(section, tokenizer, names, rows.column_names)
             sources.need_columns(rows, reader.columns, source)
-            optional = {"chat": "tools", "preference": section.prompt_column}.get(section.format)
-            extra = [optional] if optional in rows.column_names else []
-            chosen = rows.select_columns([*reader.columns, *extra])
+            given = [*reader.columns, *optional_columns(section)]
+            chosen = rows.select_columns([name for name in dict.fromkeys(given) if name in rows.column_names])
             encoded = chosen.map(
                 _Encode(reader),
                 batched=True,
@@ -156,6 +145,8 @@ class _Encode:
             "targets": [_flat(found.targets, TOKEN)],
             "target_lengths": [_lengths(found.targets)],
             "labels": [np.asarray(found.labels, np.int64)],
+            "scores": [np.asarray(found.scores, np.float64)],
+            "groups": [np.asarray(found.groups, np.int64)],
             "counts": [json.dumps([len(numbers), found.empty, found.unanswered, found.unrolled, problems[:5]])],
         }
 
@@ -193,6 +184,8 @@ def _collected(encoded: Any, source: str) -> Documents:
         bounds=_bounds(joined["lengths"]),
         counted=joined["counted"] if len(joined["counted"]) else None,
         labels=joined["labels"] if len(joined["labels"]) else None,
+        scores=joined["scores"] if len(joined["scores"]) else None,
+        groups=joined["groups"] if len(joined["groups"]) else None,
         targets=targets,
         counts=counts,
     )

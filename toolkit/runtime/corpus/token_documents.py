@@ -53,6 +53,10 @@ class Documents:
     """For each token, whether the loss counts its prediction; None: all."""
     labels: np.ndarray | None = None
     """The class of each document."""
+    scores: np.ndarray | None = None
+    """A number for each document: a margin, whether it is good, or how relevant it is."""
+    groups: np.ndarray | None = None
+    """Documents of each row of the source, if rows differ."""
     targets: Documents | None = None
     """Target text of each document (seq2seq)."""
     names: tuple[str, ...] = ()
@@ -80,6 +84,7 @@ class Documents:
             bounds=np.concatenate([[0], np.cumsum(lengths)]),
             counted=None if self.counted is None else self.counted[spots],
             labels=None if self.labels is None else self.labels[numbers],
+            scores=None if self.scores is None else self.scores[numbers],
             targets=None if self.targets is None else self.targets.take(numbers),
             names=self.names,
             counts=self.counts,
@@ -136,6 +141,8 @@ class Documents:
             "bounds": (self.bounds, np.int64, len(self.bounds)),
             "counted": (self.counted, np.uint8, len(self.tokens)),
             "labels": (self.labels, np.int64, len(self)),
+            "scores": (self.scores, np.float64, len(self)),
+            "groups": (self.groups, np.int64, len(self) if self.groups is None else len(self.groups)),
         }
         for name, (array, dtype, length) in sizes.items():
             if array is not None and (array.ndim != 1 or array.dtype != dtype or len(array) != length):
@@ -146,6 +153,8 @@ class Documents:
             return "the bounds of documents do not match the tokens"
         if len(self) and self.lengths.min() < 0:
             return "the bounds of documents are not in order"
+        if self.groups is not None and (self.groups.min(initial=1) < 1 or self.groups.sum() != len(self)):
+            return "the groups of documents do not match the documents"
         if len(self.tokens) and not 0 <= self.tokens.min() <= self.tokens.max() < vocab:
             return f"has token ids {self.tokens.min()} to {self.tokens.max()}; the tokenizer has 0 to {vocab - 1}"
         if self.targets is not None:
@@ -153,7 +162,8 @@ class Documents:
         return None
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        arrays = {"tokens": self.tokens, "bounds": self.bounds, "counted": self.counted, "labels": self.labels}
+        names = ("tokens", "bounds", "counted", "labels", "scores", "groups")
+        arrays = {name: getattr(self, name) for name in names}
         return {name: array for name, array in arrays.items() if array is not None}
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from toolkit.errors import BadInput, first_line
+from toolkit.recipe.data_checks import ITEMS
 from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.sources import need_columns, read_rows
 from toolkit.runtime.corpus.token_documents import TOKEN
@@ -53,6 +54,9 @@ class Tokenizer(Protocol):
     def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Ids of each text with the special tokens that an encoder expects."""
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+        """Ids of two texts each, with the special tokens that keep them apart."""
+
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
         """A conversation as text; `prompt` adds the start of the assistant's next turn."""
 
@@ -77,6 +81,10 @@ class Bytes:
     def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.concatenate([[self.end], ids, [self.end]]).astype(TOKEN) for ids in self.encode(texts)]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+        first, second = (self.encode_whole([pair[place] for pair in pairs]) for place in (0, 1))
+        return [np.concatenate([a, b[1:]]) for a, b in zip(first, second, strict=True)]
+
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
         """One line `<role>content` per message; tools and tool calls as JSON."""
         lines = [f"<tools>{json.dumps(tools, ensure_ascii=False)}\n"] if tools else []
@@ -88,6 +96,42 @@ class Bytes:
 
     def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+@dataclass(frozen=True)
+class ItemIds:
+    """Item ids as they are, for sequences of items instead of texts; the id after the last item is padding."""
+
+    items: int
+    end: None = None
+    has_template: bool = False
+    template_ends: bool = False
+
+    @property
+    def vocab(self) -> int:
+        return self.items + 1
+
+    @property
+    def pad(self) -> int:
+        return self.items
+
+    @property
+    def identity(self) -> str:
+        return f"{ITEMS}{self.items}"
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        raise BadInput("data.tokenizer", f"{self.identity} takes lists of item ids; use another tokenizer for texts")
+
+    encode_whole = encode
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+        return self.encode([first for first, _ in pairs])
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
+        raise BadInput("data.tokenizer", f"{self.identity} has no conversations; use another tokenizer")
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
 
 
 @dataclass(frozen=True)
@@ -132,7 +176,10 @@ class HuggingFace:
     def encode_whole(self, texts: Sequence[str]) -> list[np.ndarray]:
         return self._encode(texts, add_special_tokens=True)
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[np.ndarray]:
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[np.ndarray]:
+        return self._encode(pairs, add_special_tokens=True)
+
+    def _encode(self, texts: Sequence[str | tuple[str, str]], *, add_special_tokens: bool) -> list[np.ndarray]:
         try:
             found = self.tokenizer(
                 list(texts),
@@ -161,6 +208,8 @@ def load_tokenizer(name: str | None, model_path: str | None, *, trust_remote_cod
     """The recipe's tokenizer: `bytes`, a hub id or directory, or the model's own."""
     if name == "bytes":
         return Bytes()
+    if name is not None and name.startswith(ITEMS):
+        return ItemIds(int(name.removeprefix(ITEMS)))
     source = name or model_path
     if source is None:
         raise BadInput("data.tokenizer", "required with an inline model config: a hub id, a directory, or bytes")

@@ -12,13 +12,15 @@ from typing import IO, Any
 import numpy as np
 
 from toolkit.errors import BadInput
-from toolkit.recipe.data_checks import PACKED_FORMATS, source_weights
+from toolkit.recipe.data_checks import PACKED_FORMATS, is_packed, source_weights, texts_per_sample
+from toolkit.recipe.objective_sections import SCORED, Objective
 from toolkit.recipe.sections import Data, Model, Recipe, Train
-from toolkit.runtime.corpus.formats import make_format
+from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make
 from toolkit.runtime.corpus.token_documents import Documents
 from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset, check_labels, mixed, split
+from toolkit.runtime.data.groups import GroupRows, mismatched
 from toolkit.runtime.data.images import read_images
 from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut
 from toolkit.runtime.data.pairs import PairRows
@@ -39,15 +41,17 @@ def load_data(
     if section.path == "synthetic" and section.format == "text":
         samples = Synthetic(spec.need_vocab(), section.seq_len)
         return Dataset(train=samples, documents=len(samples), tokens=samples.positions, tokenizer=Bytes())
-    section, notes = packing_of(section, recipe.model)
-    loader = _Loader(section, spec, load_recipe_tokenizer(recipe), once_per_host or SingleProcess(), terminal)
+    objective = recipe.train.objective
+    section, notes = packing_of(section, recipe.model, objective)
+    tokenizer = load_recipe_tokenizer(recipe)
+    loader = _Loader(section, spec, tokenizer, once_per_host or SingleProcess(), terminal, objective)
     loaded = loader.stream(recipe.train) if section.streaming else loader.load()
     return replace(loaded, notes=(*notes, *loaded.notes))
 
 
-def packing_of(section: Data, model: Model) -> tuple[Data, tuple[str, ...]]:
+def packing_of(section: Data, model: Model, objective: Objective | None = None) -> tuple[Data, tuple[str, ...]]:
     """(section with a packing method that works for the model, remarks for the user)."""
-    if section.format not in PACKED_FORMATS or not section.packing or section.packing_method == "stream":
+    if not is_packed(section, objective) or section.packing_method == "stream":
         return section, ()
     try:
         check_isolated(model)
@@ -100,6 +104,7 @@ class _Loader:
     tokenizer: Tokenizer
     once_per_host: OncePerHost
     terminal: IO[str] | None
+    objective: Objective | None = None
 
     def load(self) -> Dataset:
         self._check_tokenizer()
@@ -146,7 +151,7 @@ class _Loader:
         if self.tokenizer.vocab > self.spec.need_vocab():
             what = f"{self.tokenizer.vocab} tokens; the model's embedding has {self.spec.vocab} rows"
             raise BadInput("data.tokenizer", f"{what}; use a model and a tokenizer that match")
-        if self.spec.reads_last and self.spec.pad != self.tokenizer.pad:
+        if self.spec.reads_last and self.spec.pad != self._pad:
             what = f"{self.spec.pad} given; the tokenizer pads with {self.tokenizer.pad}"
             raise BadInput(
                 "model.config.pad_token_id",
@@ -158,7 +163,20 @@ class _Loader:
         cache = TokenCache(root, self.section.workers or os.cpu_count() or 1, self.terminal)
         documents = find_or_make(cache, self.section, source, self.tokenizer, self.once_per_host)
         self._check_labels(documents, source)
+        if self.section.format == "preference":
+            return self._compared(documents, source)
         return documents
+
+    def _compared(self, documents: Documents, source: str) -> Documents:
+        """Pairs of documents for the objective; `BadInput` if the source has labels where it needs pairs."""
+        if self.objective == "kto":
+            return mismatched(documents)
+        unpaired = documents.scores is not None and len(documents) == documents.counts.rows
+        if unpaired:
+            columns = f"{self.section.chosen_column} and {self.section.rejected_column}"
+            what = f"{source} has answers with a label; {self.objective} needs pairs, in the columns {columns}"
+            raise BadInput("train.objective", f"{what}; use kto, or other data")
+        return documents if self.objective == "reward" else replace(documents, scores=None)
 
     def _check_labels(self, documents: Documents, source: str) -> None:
         if documents.labels is None or not len(documents):
@@ -181,11 +199,26 @@ class _Loader:
         return mixed(found, [1.0] * len(found))
 
     def _num_samples(self, documents: Documents) -> int:
-        """Documents, or pairs of them."""
-        return len(documents) // 2 if self.section.format == "preference" else len(documents)
+        """Documents, or groups of them."""
+        if documents.groups is not None:
+            return len(documents.groups)
+        return len(documents) // (2 if self.section.format == "preference" else self._texts)
+
+    @property
+    def _pad(self) -> int:
+        """Padding id: by it a model with a head for scores finds a text's last token."""
+        own = self.spec.pad if self.objective in SCORED and self.spec.reads_last else None
+        return self.tokenizer.pad if own is None else own
+
+    @property
+    def _texts(self) -> int:
+        return texts_per_sample(self.section, self.objective)
 
     def _samples(self, documents: Documents, numbers: np.ndarray, source: str | None = None) -> Samples:
-        section, pad = self.section, self.tokenizer.pad
+        section, pad = self.section, self._pad
+        if self._texts > 1:
+            groups = GroupRows.of(documents, numbers, self._texts, section.seq_len, pad)
+            return groups.with_keys() if self.objective == "contrastive" else groups
         if section.format == "preference":
             return PairRows.pack(documents, numbers, section.seq_len, pad, source or str(section.path))
         if section.format not in PACKED_FORMATS:
@@ -215,7 +248,7 @@ class _Loader:
         long = sum(self._num_long(documents) for documents in found.values())
         if long and not (self.section.packing_method == "stream" and self.section.packing):
             split = self.section.packing and self.section.long_documents == "split"
-            can_split = split and self.section.format in PACKED_FORMATS
+            can_split = split and is_packed(self.section, self.objective)
             how = "split" if can_split else "truncated"
             notes.append(f"{long:,} documents longer than {self.section.seq_len} tokens {how}")
         return notes

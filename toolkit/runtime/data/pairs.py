@@ -20,6 +20,8 @@ class PairRows:
     rows: BestFit
     reference: np.ndarray | None = None
     """Log-probability of each piece of `rows` under the reference, if it is known."""
+    scores: np.ndarray | None = None
+    """Of each pair of `rows`: whether its answer is good (KTO)."""
     lengths: None = None
 
     @classmethod
@@ -32,7 +34,9 @@ class PairRows:
         order = np.argsort(places, kind="stable")
         rows = np.arange(places.max() + 2 if len(places) else 1)
         pieces = Pieces(starts[order].reshape(-1), lengths[order].reshape(-1))
-        return cls(BestFit(documents, pieces, 2 * np.searchsorted(places[order], rows), seq_len, pad))
+        firsts = 2 * np.searchsorted(places[order], rows)
+        scores = None if documents.scores is None else documents.scores[2 * pairs[order]]
+        return cls(BestFit(documents, pieces, firsts, seq_len, pad), scores=scores)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,7 +68,9 @@ class PairRows:
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         counts = (self.rows.firsts[indices + 1] - self.rows.firsts[indices]) // 2
         known = None if self.reference is None else torch.from_numpy(self.reference[self.places(indices)])
-        return replace(self.rows.batch(indices, width), pairs=torch.from_numpy(counts), reference=known)
+        own = self.places(indices)[::2] // 2
+        scores = None if self.scores is None else torch.from_numpy(self.scores[own])
+        return replace(self.rows.batch(indices, width), pairs=torch.from_numpy(counts), reference=known, scores=scores)
 
 
 def _shortened(inputs: np.ndarray, seq_len: int) -> np.ndarray:

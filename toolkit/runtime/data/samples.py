@@ -91,7 +91,7 @@ class Rows(Protocol):
 
 def _positions(self: Rows) -> int:
     """Positions that an epoch computes, if all rows of a batch have the same length."""
-    return int(_rounded(self.lengths, self.seq_len).sum())
+    return int(rounded_widths(self.lengths, self.seq_len).sum())
 
 
 def _positions_used(self: Rows) -> int:
@@ -118,7 +118,7 @@ class Padded:
 
     def width(self, indices: np.ndarray) -> int:
         """Length of the longest row of the batch, rounded up."""
-        return int(_rounded(self.lengths[indices], self.seq_len).max())
+        return int(rounded_widths(self.lengths[indices], self.seq_len).max())
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         shape = (len(indices), width or self.width(indices))
@@ -160,27 +160,27 @@ class Labelled:
         longest = self.documents.lengths[indices]
         if self.documents.targets is not None:
             longest = np.maximum(longest, self.documents.targets.lengths[indices])
-        return int(_rounded(longest, self.seq_len).max())
+        return int(rounded_widths(longest, self.seq_len).max())
 
     def batch(self, indices: np.ndarray, width: int | None = None) -> MicroBatch:
         width = width or self.width(indices)
-        ids, mask = _rows(self.documents, indices, width, self.pad)
+        ids, mask = padded_rows(self.documents, indices, width, self.pad)
         if self.documents.targets is None:
             assert self.documents.labels is not None
             classes = np.asarray(self.documents.labels[indices], np.int64)
             return MicroBatch(ids, torch.from_numpy(classes), mask)
-        targets, present = _rows(self.documents.targets, indices, width, self.pad)
+        targets, present = padded_rows(self.documents.targets, indices, width, self.pad)
         before = torch.cat([torch.full((len(indices), 1), self.start), targets[:, :-1]], 1)
         return MicroBatch(ids, targets.masked_fill(present == 0, IGNORE), mask, decoder_input_ids=before)
 
 
-def _rounded(lengths: np.ndarray, seq_len: int) -> np.ndarray:
+def rounded_widths(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """Widths of rows, rounded up to multiples of `ROUND`."""
     widths: np.ndarray = np.minimum(-(-lengths // ROUND) * ROUND, seq_len)
     return widths
 
 
-def _rows(documents: Documents, indices: np.ndarray, width: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_rows(documents: Documents, indices: np.ndarray, width: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask) of documents, truncated to the width."""
     shape = (len(indices), width)
     lengths = np.minimum(documents.lengths[indices], width)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +14,6 @@ from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.metrics.step_clock import Clock
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.preference_loss import FIGURES, PreferenceLoss
 
 Number = torch.Tensor | float | None
 """A number that the device may still have to compute."""
@@ -129,17 +128,6 @@ class EvaluationSums:
         return EvaluationSums(self.loss + other.loss, self.counted + other.counted, self.correct + other.correct)
 
 
-def figures_of(
-    loss: Loss, weighed: int, total: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Figures of a step, averaged over the global batch. Collective, by `total`, if the objective has any."""
-    if not isinstance(loss, PreferenceLoss):
-        return {}
-    own = loss.take_figures()
-    sums = torch.zeros(len(FIGURES), device=like.device) if own is None else own.float()
-    return dict(zip(FIGURES, total(sums) / max(weighed, 1), strict=True))
-
-
 class Engine(Protocol):
     """An engine that the training loop drives."""
 
@@ -157,6 +145,9 @@ class Engine(Protocol):
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         """Train on this replica's share of a global batch."""
+
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        """Forward passes without gradients on this replica's share of a global batch, for what the loss records."""
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         """Losses of this replica's share of a global batch, summed over all replicas; no update."""

@@ -18,7 +18,7 @@ from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_c
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.parameter_groups import parameter_groups
-from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch
@@ -26,6 +26,7 @@ from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
+from toolkit.runtime.objectives.objective import figures_of, first_pass
 from toolkit.runtime.optimizers.own_optimizers import own_optimizer
 
 
@@ -120,6 +121,7 @@ class ReplicaEngine:
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         counted, weighed = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
+        first_pass(self, batch, self._mesh.sum_over_tokens)
         self._routers.begin(batch, self._sum_scale(len(batch)))
         self._accumulate(len(batch))
         total = torch.zeros((), device=device())
@@ -169,9 +171,21 @@ class ReplicaEngine:
         self._clock = clock
         time_gradient_sync(self._engine, clock)
 
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        with part(self._clock, "forward"):
+            self._sums_of(batch)
+
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
-        sums = torch.zeros(2, dtype=torch.float64, device=device())
         _, weighed = count_tokens([self._slice_batch(micro) for micro in batch], self._mesh)
+        sums = first_pass(self, batch, self._mesh.sum_over_tokens)
+        if sums is None:
+            sums = self._sums_of(batch)
+        total, correct = self._mesh.sum_over_tokens(sums).tolist()
+        return EvaluationSums(total, weighed.total, int(correct))
+
+    def _sums_of(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
+        """Loss and number of correct predictions of this rank's batch, without gradients."""
+        sums = torch.zeros(2, dtype=torch.float64, device=device())
         self._engine.eval()
         with torch.no_grad():
             for micro in batch:
@@ -182,8 +196,7 @@ class ReplicaEngine:
                 correct = self._loss.num_correct(logits, own.labels)
                 sums += torch.stack([value.double() for value in (loss, correct)])
         self._engine.train()
-        total, correct = self._mesh.sum_over_tokens(sums).tolist()
-        return EvaluationSums(total, weighed.total, int(correct))
+        return sums
 
     def _accumulate(self, micro_batches: int) -> None:
         """Set the number of micro-batches per step, which grows under a batch ramp.

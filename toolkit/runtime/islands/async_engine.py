@@ -113,6 +113,9 @@ class AsyncIslandEngine:
         self._clock = clock
         self._inner.watch(clock)
 
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        self._inner.look(batch)
+
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         return self._inner.evaluate(batch)
 

@@ -100,6 +100,9 @@ class IslandEngine:
             "waited_seconds": use.waited_seconds,
         }
 
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        self._inner.look(batch)
+
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         found = self._inner.evaluate(batch)
         sums = torch.tensor([found.loss, found.counted, found.correct], dtype=torch.float64, device=device())

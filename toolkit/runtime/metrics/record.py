@@ -51,6 +51,8 @@ class Record:
     preference: dict[str, float] | None = None
     """Under a preference objective, means over the pairs of this step: rewards, their margin, how often the chosen
     answer has the larger one, and log-probabilities."""
+    objective: dict[str, float] | None = None
+    """Under another objective, means over the samples of this step: see docs/finetuning.md."""
     exchange: dict[str, float] | None = None
     """Of islands: the rhythm (`local_steps`, `fragments`, `bits`), and what the first rank's exchanges have sent and
     cost so far (`exchanges`, `sent_bytes`, `busy_seconds`, and `waited_seconds` in which training stood still)."""

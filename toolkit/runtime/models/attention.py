@@ -33,6 +33,7 @@ from toolkit.errors import BadInput, first_line
 from toolkit.recipe.sections import Model
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
+from toolkit.runtime.models.embedder import Embedder
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, trial_config
 from toolkit.runtime.models.trials import tried
@@ -288,7 +289,8 @@ def why_not(config: PretrainedConfig, task: str | None) -> str:
 
 
 def _trial(values: dict[str, Any], task: str | None) -> str:
-    builder = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+    builders = {"classification": AutoModelForSequenceClassification, "embedding": Embedder}
+    builder = builders.get(task or "", AutoModelForCausalLM)
     kind = values.pop("model_type")
     with torch.device("meta"):
         size = sum(p.numel() for p in builder.from_config(AutoConfig.for_model(kind, **values)).parameters())

@@ -29,6 +29,7 @@ from toolkit.recipe.sections import Lora, Model
 from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models import attention
+from toolkit.runtime.models.embedder import Embedder, prepared
 from toolkit.runtime.models.first_weights import (
     AdaptedWeights,
     FileWeights,
@@ -47,13 +48,15 @@ BUILDERS: dict[str | None, Any] = {
     "classification": AutoModelForSequenceClassification,
     "image-classification": AutoModelForImageClassification,
     "seq2seq": AutoModelForSeq2SeqLM,
+    "embedding": Embedder,
 }
 """Model class of each task."""
 TRANSFORMERS_NAMES = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
 """`model.attention` → what a model is built with; the rest is set by `attention.install`."""
 LINEAR = (torch.nn.Linear, Conv1D)
 """Kinds of linear layers in transformers' models."""
-ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None}
+ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None,
+                 "embedding": "FEATURE_EXTRACTION"}  # fmt: skip
 
 
 def load_config(section: Model) -> PretrainedConfig:
@@ -63,8 +66,10 @@ def load_config(section: Model) -> PretrainedConfig:
     try:
         if section.config is not None:
             values = {**section.config, **labels}
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        return AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            config = AutoConfig.from_pretrained(section.path, trust_remote_code=section.trust_remote_code, **labels)
+        return prepared(config, section.task, section.num_labels)
     except (KeyError, ValueError, TypeError, OSError) as error:
         raise BadInput("model", f"transformers can't read the config: {first_line(error)}") from None
 

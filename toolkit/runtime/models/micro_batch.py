@@ -14,7 +14,7 @@ IGNORE = -100
 """Label of a position that the loss does not count."""
 
 
-FOR_THE_LOSS = ("labels", "pairs", "reference")
+FOR_THE_LOSS = ("labels", "pairs", "reference", "scores", "keys", "teacher_ids", "teacher_logps")
 """Tensors that the model does not get."""
 
 
@@ -23,6 +23,7 @@ class MicroBatch:
     """Inputs and labels of one forward pass.
 
     Language models: `labels[i]` is the token after `input_ids[i]`, or `IGNORE`. Classifiers: one label per sample.
+    Samples of several texts have several rows of `input_ids` each, and one label, which is 0 or `IGNORE`.
     """
 
     input_ids: torch.Tensor | None
@@ -40,6 +41,14 @@ class MicroBatch:
     """Preference data: pairs of documents in each row; the chosen document of a pair comes first."""
     reference: torch.Tensor | None = None
     """Log-probability of each document under the reference, in the order of the documents."""
+    scores: torch.Tensor | None = None
+    """Numbers that the data gives: of each row of each sample (margin, relevance), or of each pair (KTO's label)."""
+    keys: torch.Tensor | None = None
+    """Retrieval: a number for each row of each sample that is equal for equal texts."""
+    teacher_ids: torch.Tensor | None = None
+    """Distillation: the teacher's likeliest tokens at each position."""
+    teacher_logps: torch.Tensor | None = None
+    """Their log-probabilities."""
 
     def located(self) -> MicroBatch:
         """This micro-batch with its document bounds, which are read from tensors: call it while they are on the host.

@@ -20,13 +20,14 @@ from toolkit.runtime.engine import gradient_reduction, weight_average
 from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter
 from toolkit.runtime.engine.parameter_groups import parameter_groups
-from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult, figures_of
+from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.replica import count_tokens
 from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert_copies, placed
 from toolkit.runtime.metrics.step_clock import Clock, part
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
+from toolkit.runtime.objectives.objective import TwoPass, figures_of, first_pass
 from toolkit.runtime.optimizers.own_optimizers import own_optimizer
 from toolkit.runtime.pipeline.schedule_run import ScheduleRun
 from toolkit.runtime.pipeline.stage import Chunks
@@ -128,6 +129,7 @@ class PipelineEngine:
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
         tokens, weighed = (one.total for one in count_tokens(batch, self._mesh))
+        first_pass(self, batch, self._mesh.sum_over_tokens)
         self._run.follow(batch)
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._accumulate(len(batch))
@@ -167,14 +169,27 @@ class PipelineEngine:
         known = type(self._engine)._INSTRUCTION_MAP
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        self._mean(batch)
+
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
         weighed = count_tokens(batch, self._mesh)[1].total
+        if isinstance(self.loss, TwoPass):
+            own = first_pass(self, batch, self._mesh.sum_over_tokens)
+            nothing = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
+            total, correct = self._over_replicas(nothing if own is None else own).tolist()
+            return EvaluationSums(total, weighed, int(correct))
+        mean = self._mean(batch)
+        hits = self._over_replicas(torch.stack([stage.correct for stage in self._chunks]).sum(0))
+        return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, weighed, int(hits))
+
+    def _mean(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
+        """Mean loss of all micro-batches of all replicas, without gradients."""
         self._run.follow(batch)
         self._chunks.feed(batch, 1.0)
-        mean = self._engine.eval_batch(iter(()), num_micro_batches=len(batch))  # over all micro-batches
+        mean: torch.Tensor = self._engine.eval_batch(iter(()), num_micro_batches=len(batch))
         self._engine.module.train()
-        correct = self._over_replicas(torch.stack([stage.correct for stage in self._chunks]).sum(0))
-        return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, weighed, int(correct))
+        return mean
 
     def _over_replicas(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of the last stages' values, on every rank: their tensor ranks have the same, other stages have 0."""

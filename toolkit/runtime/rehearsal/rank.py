@@ -78,7 +78,8 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
 def _engine(spec: RehearsalSpec, world: World) -> Any:
     parts = EngineSpec(
         model=spec.model,
-        train=replace(spec.train, objective=None, preference=None),  # sums per document, on top of each token's loss
+        # Preferences are sums per document, on top of each token's loss.
+        train=spec.train if spec.texts > 1 else replace(spec.train, objective=None, preference=None),
         plan=spec.plan,
         deepspeed=dict(spec.deepspeed),
         schedule=make_schedule(spec.train, spec.total_steps),
@@ -132,7 +133,7 @@ def _lengths(spec: RehearsalSpec) -> set[int]:
     own = {size for parameter in skeleton(spec.model).parameters() for size in parameter.shape}
     own |= {getattr(config, name, None) or 0 for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}
     own |= {size // spec.plan.tp for size in own}
-    return {length * samples for length in rows for samples in (1, spec.plan.micro_batch)} - own - {0, 1}
+    return {length * samples for length in rows for samples in (1, _num_rows(spec))} - own - {0, 1}
 
 
 def _batch(spec: RehearsalSpec) -> list[MicroBatch]:
@@ -144,14 +145,17 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
     samples = spec.plan.micro_batch
 
     def numbers() -> torch.Tensor:
-        return torch.zeros((samples, spec.seq_len), dtype=torch.long)
+        return torch.zeros((_num_rows(spec), spec.seq_len), dtype=torch.long)
 
     if spec.rows == "image":
         config = load_config(spec.model)
         pixels = torch.zeros(samples, config.num_channels, config.image_size, config.image_size)
         return MicroBatch(None, torch.zeros(samples, dtype=torch.long), pixel_values=pixels)
     if spec.rows == "text":
-        return MicroBatch(numbers(), torch.zeros(samples, dtype=torch.long), numbers(), documents=_documents(spec))
+        given = torch.zeros(samples, spec.texts)
+        more = {"scores": given, "keys": given.long()} if spec.texts > 1 else {}
+        labels = torch.zeros(samples, dtype=torch.long)
+        return MicroBatch(numbers(), labels, numbers(), documents=_documents(spec), **more)
     positions = numbers() if spec.rows == "packed" else None
     mask = numbers() if spec.rows == "padded" else None
     return MicroBatch(numbers(), numbers(), mask, positions, documents=_documents(spec))
@@ -160,7 +164,12 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
 def _documents(spec: RehearsalSpec) -> Documents:
     """Bounds can't be read from fake tensors: packed rows hold two documents, padded rows end in padding."""
     row = _row_lengths(spec)
-    return Documents.of_lengths(row * spec.plan.micro_batch, spec.plan.micro_batch, spec.rows in ("padded", "text"))
+    return Documents.of_lengths(row * _num_rows(spec), _num_rows(spec), spec.rows in ("padded", "text"))
+
+
+def _num_rows(spec: RehearsalSpec) -> int:
+    """Rows of a micro-batch."""
+    return spec.plan.micro_batch * spec.texts
 
 
 def _row_lengths(spec: RehearsalSpec) -> list[int]:

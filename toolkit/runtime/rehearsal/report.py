@@ -53,6 +53,9 @@ class RehearsalSpec:
     local_size: int
     """Ranks per host."""
     seq_len: int
+    """Tokens of a row."""
+    texts: int = 1
+    """Rows of a sample."""
     rows: str = "plain"
     """What a row holds: a full sequence (`plain`), several documents (`packed`), one document and padding (`padded`),
     a text with a class (`text`) or an image with a class (`image`)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
-from toolkit.runtime.models.preference_loss import FIGURES, PreferenceLoss
+from toolkit.runtime.objectives.preference_loss import FIGURES, PreferenceLoss, UnpairedLoss
 
 CPU = SimpleNamespace(device="cpu")
 STEPS, PAIRS = 20, 3
@@ -136,6 +137,73 @@ def from_trl(inputs: dict[str, torch.Tensor], reference: torch.Tensor | None = N
     return MicroBatch(ids, labels, position_ids=positions, pairs=ones, reference=reference).located()
 
 
+def kto_trainer(net: Any, output: str) -> Any:
+    """TRL's trainer with a live reference, as a user would make it."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+    from trl import KTOConfig, KTOTrainer
+
+    backend = Tokenizer(WordLevel({f"w{number}": number for number in range(120)}, unk_token="w0"))  # noqa: S106
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **{"eos_token": "w1", "pad_token": "w2"})
+    rows = [
+        {"prompt": f"w{n + 3} w5 w6", "completion": f" w7 w{n + 9}" + " w8" * (n % 4), "label": n % 3 > 0}
+        for n in range(PAIRS * STEPS)
+    ]
+    arguments = KTOConfig(
+        output_dir=output, beta=0.2, per_device_train_batch_size=PAIRS, report_to="none", use_cpu=True, bf16=False,
+        gradient_checkpointing=False, train_sampling_strategy="sequential", desirable_weight=1.5,
+    )  # fmt: skip
+    return KTOTrainer(
+        net, copy.deepcopy(net), arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+
+
+def as_pairs(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """TRL's answers and mismatched answers as its batches of pairs are: all answers first."""
+    width = max(inputs["input_ids"].shape[1], inputs["KL_input_ids"].shape[1])
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+
+    names = ("input_ids", "attention_mask", "completion_mask")
+    return {name: torch.cat([padded(inputs[name]), padded(inputs[f"KL_{name}"])]) for name in names}
+
+
+@pytest.mark.slow
+def test_losses_without_pairs_are_those_of_trl(tmp_path: Any) -> None:
+    net: Any = build_model(model("llama"), seed=0)
+    first = copy.deepcopy(net)
+    trainer = kto_trainer(net, str(tmp_path))
+    loss = UnpairedLoss(summed_loss, Preference(beta=0.2, desirable_weight=1.5))
+    optimizer = torch.optim.SGD(net.parameters(), 0.05)
+    steps = 0
+    for inputs in itertools.islice(trainer.get_train_dataloader(), STEPS):
+        expected = trainer.compute_loss(net, inputs)
+        with torch.no_grad():
+            reference = logps_of(first, from_trl(as_pairs(inputs)))[0].flatten()
+            labels = torch.as_tensor(inputs["label"]).double()
+            micro = replace(from_trl(as_pairs(inputs), reference), scores=labels)
+            loss.recorded = []
+            loss.expect(micro)
+            loss(forward(net, micro).logits, micro.labels)
+            settled = loss.settle([micro], lambda values: values)
+            loss.recorded = None
+            found = loss(forward(net, micro).logits, micro.labels) / PAIRS
+        assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert settled is not None
+        assert float(settled[0]) / PAIRS == pytest.approx(float(found), rel=1e-5)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        steps += 1
+    assert steps == STEPS
+    assert float(loss._divergence or 0) > 0, "the model has moved away from its reference"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("objective", "loss_type"), [("dpo", "sigmoid"), ("ipo", "ipo")])
 def test_losses_with_a_reference_are_those_of_trl(objective: Objective, loss_type: str, tmp_path: Any) -> None:
@@ -157,7 +225,7 @@ def test_losses_with_a_reference_are_those_of_trl(objective: Objective, loss_typ
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
-    assert loss.take_figures() is None, "figures are those of training steps"
+    assert loss.figures.take() is None, "figures are those of training steps"
 
 
 def test_rows_without_labels_are_no_pairs() -> None:
@@ -172,6 +240,6 @@ def test_rows_without_labels_are_no_pairs() -> None:
     alone = pairs([(4, 5, 3), (2, 1, 6)]).map(lambda tensor: tensor[:1] if tensor.dim() else tensor)
     loss.expect(first := MicroBatch(alone.input_ids, alone.labels, position_ids=alone.position_ids).located())
     assert float(found) == pytest.approx(float(loss(forward(net, first).logits, first.labels)), rel=1e-5)
-    figures = loss.take_figures()
+    figures = loss.figures.take()
     assert figures is not None
     assert len(figures) == len(FIGURES)

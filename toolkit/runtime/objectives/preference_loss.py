@@ -1,0 +1,241 @@
+"""Preference objectives: losses of pairs of documents, from the log-probabilities of their answers.
+
+Each pair counts once, whatever its length, and the global batch is averaged over its pairs. So the loss does not depend
+on how pairs are split over ranks and micro-batches. Written by hand: TRL's trainers compute these losses from complete
+logits, in one process per replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from toolkit.recipe.objective_sections import Objective, Preference
+from toolkit.runtime.models.loss import Loss
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
+from toolkit.runtime.objectives.objective import Figures, Total
+
+FIGURES = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logp", "rejected_logp")
+"""What is reported per step, averaged over pairs."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Log-probabilities of the answers of all pairs of a micro-batch; dimension 1 is (chosen, rejected)."""
+
+    logps: torch.Tensor
+    counts: torch.Tensor
+    """Tokens of each answer, at least 1."""
+    reference: torch.Tensor
+    present: torch.Tensor
+    """1 for a pair, 0 for padding."""
+
+    @property
+    def mean_logps(self) -> torch.Tensor:
+        """Per token."""
+        return self.logps / self.counts
+
+    def ahead(self, logps: torch.Tensor) -> torch.Tensor:
+        """By how much chosen answers are ahead of rejected ones."""
+        return logps[:, 0] - logps[:, 1]
+
+
+Losses = Callable[[Pairs, Preference], torch.Tensor]
+
+
+def _beta(settings: Preference) -> float:
+    assert settings.beta is not None
+    return settings.beta
+
+
+def _smoothed(ahead: torch.Tensor, settings: Preference) -> torch.Tensor:
+    wrong = settings.label_smoothing or 0.0
+    return -(1 - wrong) * logsigmoid(ahead) - wrong * logsigmoid(-ahead)
+
+
+def _dpo(pairs: Pairs, settings: Preference) -> torch.Tensor:
+    return _smoothed(_beta(settings) * pairs.ahead(pairs.logps - pairs.reference), settings)
+
+
+def _ipo(pairs: Pairs, settings: Preference) -> torch.Tensor:
+    ahead = pairs.ahead((pairs.logps - pairs.reference) / pairs.counts)
+    return (ahead - 1 / (2 * _beta(settings))) ** 2
+
+
+def _cpo(pairs: Pairs, settings: Preference) -> torch.Tensor:
+    return _smoothed(_beta(settings) * pairs.ahead(pairs.logps), settings)
+
+
+def _simpo(pairs: Pairs, settings: Preference) -> torch.Tensor:
+    return -logsigmoid(_beta(settings) * pairs.ahead(pairs.mean_logps) - (settings.gamma or 0.0))
+
+
+def _orpo(pairs: Pairs, settings: Preference) -> torch.Tensor:
+    mean = pairs.mean_logps
+    log_odds = mean - torch.log1p(-torch.exp(mean.clamp(max=-1e-7)))
+    return -_beta(settings) * logsigmoid(pairs.ahead(log_odds))
+
+
+_LOSSES: dict[str, Losses] = {"dpo": _dpo, "ipo": _ipo, "cpo": _cpo, "simpo": _simpo, "orpo": _orpo}
+_PER_TOKEN = ("simpo", "orpo", "ipo")
+"""Objectives whose rewards are averages over tokens."""
+
+
+class PreferenceLoss:
+    """`Loss` of pairs, around the loss that gives each token's cross-entropy."""
+
+    def __init__(self, inner: Loss, objective: Objective, settings: Preference) -> None:
+        self._inner = inner
+        self._objective = objective
+        self._settings = settings.of(objective)
+        self._micro: MicroBatch | None = None
+        self.figures = Figures(FIGURES)
+        self.recorded: list[torch.Tensor] | None = None
+        """If it is a list: log-probabilities of the documents of every micro-batch are appended."""
+
+    def expect(self, micro: MicroBatch) -> None:
+        """The micro-batch of the next forward pass."""
+        self._inner.expect(micro)
+        self._micro = micro
+
+    def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self._inner.per_token(logits, labels)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        pairs = pairs_of(self._inner, self._micro, logits, labels)
+        losses = _LOSSES[self._objective](pairs, self._settings)
+        if self._settings.sft_weight:
+            losses = losses - self._settings.sft_weight * pairs.mean_logps[:, 0]
+        if self.recorded is not None:
+            self.recorded.append(pairs.logps.detach().flatten())
+        if torch.is_grad_enabled():
+            self._note(pairs)
+        return (losses * pairs.present).sum()
+
+    def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Pairs whose chosen answer has the larger reward."""
+        pairs = pairs_of(self._inner, self._micro, logits, labels)
+        return ((pairs.ahead(self._rewards(pairs)) > 0) * pairs.present).sum().long()
+
+    def _rewards(self, pairs: Pairs) -> torch.Tensor:
+        ahead = (pairs.logps - pairs.reference).detach()
+        return _beta(self._settings) * (ahead / pairs.counts if self._objective in _PER_TOKEN else ahead)
+
+    @torch.no_grad()
+    def _note(self, pairs: Pairs) -> None:
+        rewards, present = self._rewards(pairs), pairs.present
+        ahead = pairs.ahead(rewards)
+        rows = (rewards[:, 0], rewards[:, 1], ahead, ahead > 0, pairs.logps[:, 0], pairs.logps[:, 1])
+        self.figures.add(dict(zip(FIGURES, rows, strict=True)), present)
+
+
+class UnpairedLoss:
+    """KTO: good answers gain and bad ones lose against the reference, beyond what mismatched answers have gained.
+
+    A pair is an answer, and its prompt with the answer of another row. What the latter have gained, on average over
+    the global batch, estimates the KL divergence from the reference; it is computed first, without gradients.
+    """
+
+    def __init__(self, inner: Loss, settings: Preference) -> None:
+        self._inner = inner
+        self._settings = settings.of("kto")
+        self._micro: MicroBatch | None = None
+        self._divergence: torch.Tensor | None = None
+        self.figures = Figures(("desirable_reward", "undesirable_reward", "desirable", "accuracy", "kl"))
+        self.recorded: list[torch.Tensor] | None = None
+
+    def expect(self, micro: MicroBatch) -> None:
+        """The micro-batch of the next forward pass."""
+        self._inner.expect(micro)
+        self._micro = micro
+
+    def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self._inner.per_token(logits, labels)
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        pairs = pairs_of(self._inner, self._micro, logits, labels)
+        if self.recorded is not None:
+            self.recorded.append(pairs.logps.detach().flatten())
+            return pairs.logps.sum() * 0
+        losses, rewards, good = self._losses(pairs, self._micro)
+        if torch.is_grad_enabled():
+            self._note(rewards.detach(), good, pairs.present)
+        return (losses * pairs.present).sum()
+
+    def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Unused: `settle` counts the answers whose reward has the right sign."""
+        return torch.zeros((), dtype=torch.long, device=labels.device)
+
+    def settle(self, batch: Sequence[MicroBatch], total: Total) -> torch.Tensor | None:
+        """Estimate the divergence; return loss and correct answers of this rank. See `TwoPass`."""
+        if not self.recorded:
+            return None
+        known = [_recorded_pairs(micro, logps) for micro, logps in zip(batch, self.recorded, strict=True)]
+        gained = [((pairs.logps - pairs.reference)[:, 1] * pairs.present).sum() for pairs in known]
+        sums = total(torch.stack([torch.stack(gained).sum(), torch.stack([p.present.sum() for p in known]).sum()]))
+        self._divergence = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
+        found = torch.zeros(2, dtype=torch.float64, device=sums.device)
+        for micro, pairs in zip(batch, known, strict=True):
+            losses, rewards, good = self._losses(pairs, micro)
+            right = ((rewards > 0) == good.bool()) * pairs.present
+            found += torch.stack([(losses * pairs.present).sum().double(), right.sum().double()])
+        return found
+
+    def _losses(self, pairs: Pairs, micro: MicroBatch | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(loss, reward, whether it is a good answer) of each answer."""
+        assert micro is not None
+        assert micro.scores is not None, "KTO needs labels"
+        assert self._divergence is not None, "KTO needs the first pass"
+        beta, divergence = _beta(self._settings), self._divergence.to(pairs.logps.dtype)
+        gained = (pairs.logps - pairs.reference)[:, 0]
+        good = micro.scores.to(gained.device, gained.dtype)
+        sign = 2 * good - 1
+        assert self._settings.desirable_weight is not None
+        assert self._settings.undesirable_weight is not None
+        weights = good * self._settings.desirable_weight + (1 - good) * self._settings.undesirable_weight
+        return weights * (1 - torch.sigmoid(beta * sign * (gained - divergence))), beta * gained, good
+
+    @torch.no_grad()
+    def _note(self, rewards: torch.Tensor, good: torch.Tensor, present: torch.Tensor) -> None:
+        assert self._divergence is not None
+        values = {
+            "desirable_reward": rewards * good,
+            "undesirable_reward": rewards * (1 - good),
+            "desirable": good,
+            "accuracy": (rewards > 0) == good.bool(),
+            "kl": self._divergence.expand_as(good),
+        }
+        self.figures.add(values, present)
+
+
+def pairs_of(inner: Loss, micro: MicroBatch | None, logits: torch.Tensor, labels: torch.Tensor) -> Pairs:
+    """Log-probabilities of the answers of a micro-batch, from the loss of each token."""
+    assert micro is not None, "the loss of pairs needs the micro-batch before the forward pass"
+    assert micro.documents is not None, "the loss of pairs needs the bounds of documents"
+    bounds = micro.documents.bounds.long()
+    logps = -_by_document(inner.per_token(logits, labels).flatten(), bounds)
+    counts = _by_document((labels != IGNORE).flatten().to(logps.dtype), bounds)
+    return _made(logps, counts, micro.reference)
+
+
+def _recorded_pairs(micro: MicroBatch, logps: torch.Tensor) -> Pairs:
+    located = micro.located()
+    assert located.documents is not None
+    bounds = located.documents.bounds.to(logps.device).long()
+    counted = (located.labels != IGNORE).flatten().to(logps.device, logps.dtype)
+    reference = None if micro.reference is None else micro.reference.to(logps.device)
+    return _made(logps, _by_document(counted, bounds), reference)
+
+
+def _made(logps: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None) -> Pairs:
+    known = torch.zeros_like(logps) if reference is None else reference.to(logps.dtype)
+    halves = [tensor.view(-1, 2) for tensor in (logps, counts, known)]
+    return Pairs(halves[0], halves[1].clamp_min(1), halves[2], (halves[1] > 0).all(1).to(logps.dtype))
+
+
+def _by_document(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    """Sums of the values of each document. `unsafe`: the bounds are known to be right, and need not be read."""
+    return torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
