@@ -1,6 +1,7 @@
 """Islands over a slow link: speed and loss against synchronous training, in few bits, of unequal speed, and killed.
 
 python -m benchmarks.islands link [--steps 200] [--warm 400] [--json FILE]    # as root: it makes network namespaces
+python -m benchmarks.islands fresh [--steps 600] [--mbit 50] [--seed 0] [--json FILE]   # from random weights
 python -m benchmarks.islands slow|kills [--steps N] [--json FILE]
 python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
 """
@@ -154,6 +155,33 @@ def _link(start: list[str], steps: int, warm: int) -> list[Run]:
     return [slow_sync, sync, free, apart, few]
 
 
+FEW_BITS = "strategy={name: local_sgd, islands: 2, local_steps: 4, zero_stage: 0}"
+FRESH = {
+    "2 bits every 4 steps": (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto}"),
+    "auto": (
+        FEW_BITS.replace("4,", "auto,"),
+        "train.outer={bits: auto, mode: overlap, fragments: auto}",
+    ),
+}
+"""Islands from random weights: name → overrides."""
+
+
+def fresh(steps: int, mbit: int, seed: int) -> list[Run]:
+    """From random weights over a slow link: speed and bytes against every step in fp32, loss against no limit."""
+    count = [f"train.steps={steps}", f"train.seed={seed}"]
+    slow_sync = over_link(f"every step, {mbit} Mbit/s", [f"train.seed={seed}", "train.steps=8", *SYNC], mbit=mbit)
+    sync = over_link("every step, no limit", [*count, *SYNC], mbit=None)
+    found = [slow_sync, sync]
+    for name, axes in FRESH.items():
+        run = over_link(f"{name}, {mbit} Mbit/s", [*count, *axes], mbit=mbit)
+        faster = run.tokens_per_second / slow_sync.tokens_per_second
+        fewer = slow_sync.link_bytes / 8 / (run.link_bytes / steps)
+        print(f"{name}: {faster:.1f} x as fast as every step, {fewer:.0f} x fewer bytes per token,"
+              f" held-out loss {run.final / sync.final - 1:+.2%}", flush=True)  # fmt: skip
+        found.append(run)
+    return found
+
+
 @dataclass(frozen=True)
 class Lagging:
     """Steps of the second island take so many times as long."""
@@ -290,17 +318,25 @@ def plot(files: Sequence[Path], out: Path) -> None:
 def main() -> None:
     """One of the measurements, or the plot of several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["link", "slow", "kills", "plot"])
+    parser.add_argument("what", choices=["link", "fresh", "slow", "kills", "plot"])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="or kills (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=400, help="link: steps in one site before (default: %(default)s)")
+    parser.add_argument("--mbit", type=int, default=MBIT, help="fresh: speed of the link (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="fresh: seed of weights and data")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--out", type=Path, default=Path("islands.png"))
     args = parser.parse_args()
     if args.what == "plot":
         plot(args.files, args.out)
         return
-    runs = link(args.steps, args.warm) if args.what == "link" else {"slow": slow, "kills": kills}[args.what](args.steps)
+    kinds: dict[str, Callable[[], list[Run]]] = {
+        "link": lambda: link(args.steps, args.warm),
+        "fresh": lambda: fresh(args.steps, args.mbit, args.seed),
+        "slow": lambda: slow(args.steps),
+        "kills": lambda: kills(args.steps),
+    }
+    runs = kinds[args.what]()
     if args.json:
         args.json.write_text(json.dumps([vars(run) for run in runs]))
 

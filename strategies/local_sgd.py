@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, divisors, plans
+from toolkit.plans.exchange import FIRST_STEPS
 from toolkit.plans.plan import Job, Refusal
 
 LOCAL_STEPS = 50
@@ -44,7 +45,8 @@ class LocalSgd:
             legal = ", ".join(str(d) for d in divisors(devices) if d > 1) or "none, with one device"
             yield Refusal(self.name, f"{devices} devices can't be split into {islands} islands; possible: {legal}")
             return
-        steps = job.fixed.get("local_steps", LOCAL_STEPS)
+        first = FIRST_STEPS if job.workload.exchange.local_steps is None else LOCAL_STEPS
+        steps = job.fixed.get("local_steps", first)
         space = Space(zero_stage=(0, 1, 2, 3), islands=(islands,), local_steps=(steps,))
         yield from plans(self.name, job, space)
 

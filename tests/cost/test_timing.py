@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from toolkit.clusters.devices import DEVICES
 from toolkit.cost.calibration import CALIBRATION, CONSTANTS
 from toolkit.cost.operators import PROLOGUE, Rates, gemm_seconds, power_share
 from toolkit.cost.timing import model_flops, step_time
+from toolkit.plans.exchange import Exchange
 from toolkit.plans.plan import Plan
 
 A100, H100 = DEVICES["A100-SXM4-80GB"], DEVICES["H100-SXM5-80GB"]
@@ -146,10 +148,12 @@ def test_islands_wait_for_what_does_not_hide_behind_their_steps() -> None:
     plan = Plan(strategy="local_sgd", islands=2, dp=8, zero_stage=2, zero_group=8, local_steps=50, grad_accum=4)
     apart = dataclasses.replace(cluster(nodes=2), sites=2, site_bytes_per_second=1e9)
 
-    def exchange(**how: object) -> float:
-        return step_time(plan, job(LLAMA_2_7B, apart, **how)).dp_comm
+    def exchange(**how: Any) -> float:
+        return step_time(plan, job(LLAMA_2_7B, apart, exchange=Exchange(**how))).dp_comm
 
-    at_once, few = exchange(), exchange(exchange_hidden=True, exchange_delay_steps=1)
-    round_late = exchange(exchange_hidden=True)
+    at_once, few = exchange(), exchange(hidden=True, delay_steps=1)
+    round_late = exchange(hidden=True)
     assert round_late < few < at_once
-    assert exchange(exchange_hidden=True, exchange_delay_steps=50) == round_late
+    assert exchange(hidden=True, delay_steps=50) == round_late
+    assert exchange(bits=2, density=0.05) < exchange(bits=2) < exchange(bits=8) < at_once
+    assert exchange(hidden=True, local_steps=None, bits=None, fragments=None) < at_once

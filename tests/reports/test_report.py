@@ -130,6 +130,26 @@ def test_the_terminal_shows_predictions_parts_ranks_and_stragglers(
         assert text in shown, text
 
 
+def test_islands_are_shown_over_time(tmp_path: Path) -> None:
+    """Two asynchronous islands, one of which has dropped updates of the other; times that are missing are gaps."""
+    records = []
+    for step in range(1, 21):
+        island = step % 2
+        exchange = {"island": island, "islands": 2, "rounds": step // 4, "staleness": 1, "sent_bytes": 1000 * step,
+                    "busy_seconds": 0.01 * step, **({"dropped_updates_of_0": 3} if island else {})}  # fmt: skip
+        records.append(record(step, exchange=exchange, **({"time": None} if step == 7 else {})))
+    page = render([read_run(write_run(tmp_path / "islands", records))])
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    first, second = data["runs"][0]["islands"]
+    assert (first["island"], first["steps"], first["ignored"]) == (0, 10, "")
+    assert second["ignored"] == "dropped updates of 0: 3"
+    assert second["sent"] == 19000
+    assert None in second["minutes"]
+    assert render(
+        [read_run(write_run(tmp_path / "odd", [record(1, exchange={"island": "x", "time": [1]}), record(2)]))]
+    )
+
+
 def test_several_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = write_run(tmp_path / "second", [record(step, loss=1.0) for step in range(1, 4)])
     assert main(["report", str(run), str(other)]) == 0

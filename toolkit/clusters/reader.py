@@ -53,6 +53,7 @@ def from_section(section: ClusterSection, name: str, source: str = "cluster") ->
     problems = [*_size_problems(section), *_site_problems(section)]
     if problems:
         raise BadInput(source, problems)
+    assert isinstance(section.sites, int)
     device = _measured(
         section, cpu_device(section.devices_per_node) if section.device == "cpu" else _device(section.device)
     )
@@ -124,6 +125,11 @@ def _size_problems(section: ClusterSection) -> list[Problem]:
 def _site_problems(section: ClusterSection) -> list[Problem]:
     if section.sites == 1:
         return []
+    if not isinstance(section.sites, int):
+        what = (
+            "a list of unequal sites given; they are planned by `toolkit plan` and started by `toolkit train --island`"
+        )
+        return [Problem("sites", what)]
     problems = []
     if section.nodes % section.sites:
         problems.append(Problem("sites", f"{section.sites} sites given; must divide the {section.nodes} nodes"))

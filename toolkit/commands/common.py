@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 
+from toolkit.errors import BadInput
 from toolkit.recipe.file import as_mapping, load_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import find_recipe
 from toolkit.sessions.tiny_recipe import tiny_recipe
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True) -> None:
-    """Add RECIPE, overrides, --tiny and --nproc."""
-    parser.add_argument("recipe", help="recipe file, or the name of a shipped recipe")
+def add_recipe_arguments(parser: argparse.ArgumentParser, *, nproc: bool = True, optional: bool = False) -> None:
+    """Add RECIPE, overrides, --tiny and --nproc. `optional`: another argument may replace RECIPE."""
+    shape = {"nargs": "?"} if optional else {}
+    parser.add_argument("recipe", help="recipe file, or the name of a shipped recipe", **shape)  # type: ignore[arg-type]
     parser.add_argument(
         "--tiny", action="store_true", help="use a tiny model and a few steps, in CPU processes of this machine"
     )
@@ -30,6 +32,8 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
     """Read the recipe that the arguments name."""
+    if args.recipe is None:
+        raise BadInput("RECIPE", "required: a recipe file, or the name of a shipped recipe")
     path = find_recipe(args.recipe)
     if not args.tiny:
         return load_recipe(path, args.overrides)

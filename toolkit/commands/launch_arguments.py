@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 
 from toolkit.errors import BadInput
-from toolkit.launching import launchers
+from toolkit.launching import environment, launchers
 from toolkit.launching.hostfile import Host, read_hostfile
-from toolkit.run_dir.async_islands import parse_address
+from toolkit.run_dir.async_islands import KEY, parse_address
 from toolkit.sessions.hosts import LaunchOptions
 from toolkit.sessions.islands import IslandOptions
 
@@ -50,7 +50,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         "--mailbox-key",
         type=Path,
         metavar="FILE",
-        help="key of that store, as `toolkit mailbox --init` writes it (islands.key)",
+        help=f"key of that store, as `toolkit mailbox --init` writes it (islands.key; default: ${KEY})",
     )
     parser.add_argument(
         "--island", type=int, metavar="K", help="start only this island, counted from 0; needs --rendezvous"
@@ -62,7 +62,8 @@ def read_launch_options(args: argparse.Namespace, *, resuming: bool = False) -> 
     if (args.rendezvous is None) != (args.island is None):
         what = "--island and --rendezvous go together: which island this is, and where it meets the others"
         raise BadInput("--island", what)
-    if (args.rendezvous is None) != (args.mailbox_key is None):
+    key = _key_file(args, args.rendezvous is not None)
+    if (args.rendezvous is None) != (key is None):
         what = "--rendezvous and --mailbox-key go together: where the islands meet, and the secret that lets them in"
         raise BadInput("--mailbox-key", what)
     address = None if args.rendezvous is None else parse_address(args.rendezvous)
@@ -71,8 +72,40 @@ def read_launch_options(args: argparse.Namespace, *, resuming: bool = False) -> 
         hosts=_read_hosts(args),
         max_restarts=args.max_restarts,
         resuming=resuming,
-        islands=IslandOptions(address, args.mailbox_key, args.island),
+        islands=IslandOptions(address, key, args.island),
     )
+
+
+def add_join_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--join`, which replaces the recipe."""
+    parser.add_argument(
+        "--join",
+        metavar="ADDRESS",
+        help="join the running job of this update store as one more island, of --nproc processes (default: 1); the "
+        "store has its recipe, and key=value says what differs here (data.path, for example)",
+    )
+
+
+def read_join_options(args: argparse.Namespace) -> LaunchOptions:
+    """Read the options of an island that joins a running job."""
+    for name in ("rendezvous", "island", "hostfile"):
+        if getattr(args, name) is not None:
+            raise BadInput(f"--{name}", "can't be combined with --join, which finds its place in the job by itself")
+    if args.tiny:
+        raise BadInput("--tiny", "can't be combined with --join: an island trains the model of the job")
+    key = _key_file(args, True)
+    if key is None:
+        raise BadInput("--mailbox-key", f"required with --join: the secret of the job, in a file; or set ${KEY}")
+    address = parse_address(args.join)
+    return LaunchOptions(
+        launcher=args.launcher, max_restarts=args.max_restarts, islands=IslandOptions(address, key, joins=True)
+    )
+
+
+def _key_file(args: argparse.Namespace, needed: bool) -> Path | None:
+    """The file with the key of a store: given, or named by the environment."""
+    named = environment.environment().get(KEY) if needed else None
+    return args.mailbox_key or (Path(named) if named else None)
 
 
 def _read_hosts(args: argparse.Namespace) -> tuple[Host, ...]:

@@ -14,10 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from toolkit.commands.common import add_recipe_arguments, positive, read_recipe
+from toolkit.errors import BadInput
 from toolkit.recipe.file import dump_recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.reports.tables import show_decision, show_notes
 from toolkit.sessions.advice import advise
 from toolkit.sessions.resolve import Resolved, plan_notes, resolve
+from toolkit.sessions.sites import has_sites, plan_sites, show_sites
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +47,10 @@ def run(args: argparse.Namespace) -> int:
         from toolkit.reports.template import check_writable
 
         check_writable(args.html)
-    resolved = resolve(read_recipe(args), args.nproc, args.objective)
+    recipe = read_recipe(args)
+    if has_sites(recipe):
+        return _plan_sites(recipe, args)
+    resolved = resolve(recipe, args.nproc, args.objective)
     if args.rehearse:
         from toolkit.sessions.rehearsal_verdict import rehearsed  # imported where used: most calls do not rehearse
 
@@ -65,6 +71,24 @@ def run(args: argparse.Namespace) -> int:
         if advice:
             console.print(f"[green]advice[/] {escape(str(advice))}", highlight=False)
     _ = resolved.chosen  # raises if no plan fits
+    return 0
+
+
+def _plan_sites(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Plan a recipe with a list of unequal sites: a plan for each."""
+    for option in ("html", "rehearse", "nproc"):
+        if getattr(args, option):
+            raise BadInput(
+                f"--{option}", "can't be combined with a list of cluster.sites; give one site as the cluster"
+            )
+    sites = plan_sites(recipe, args.objective)
+    if args.json:
+        first = sites[0].resolved.decision.to_json()
+        print(json.dumps({**first, "sites": [site.to_json() for site in sites]}, indent=1))
+    else:
+        show_sites(sites, Console())
+    for site in sites:
+        _ = site.resolved.chosen  # raises if no plan fits
     return 0
 
 

@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="further name or address under which islands reach the server; part of a new certificate",
     )
     parser.add_argument(
+        "--encrypt",
+        action="store_true",
+        help="new keys: islands encrypt values before they send them; buckets and folders hold no plain weights",
+    )
+    parser.add_argument(
         "--memory-gib",
         type=float,
         default=8.0,
@@ -60,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
 
     hosts = list(dict.fromkeys([args.bind, "127.0.0.1", "localhost", *args.host]))
     if args.init is not None:
-        make_keys(args.init, hosts)
+        make_keys(args.init, hosts, encrypts=args.encrypt)
         print(f"keys written to {args.init}: copy {ISLANDS_KEY} to every island; the rest stays here", flush=True)
         return 0
     if not args.keys.exists():
-        make_keys(args.keys, hosts)
+        make_keys(args.keys, hosts, encrypts=args.encrypt)
+    elif args.encrypt:
+        raise BadInput("--encrypt", f"is for new keys; {args.keys} holds some already: name another directory")
     return _serve(args, args.keys / ISLANDS_KEY)
 
 

@@ -5,25 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from toolkit.commands.common import add_recipe_arguments, read_recipe
-from toolkit.commands.launch_arguments import add_launch_arguments, read_launch_options
+from toolkit.commands.launch_arguments import (
+    add_join_argument,
+    add_launch_arguments,
+    read_join_options,
+    read_launch_options,
+)
 from toolkit.launching import launchers
 from toolkit.recipe.file import dump_recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.reports.tables import plain, show_decision, show_notes
 from toolkit.run_dir.layout import new_run_path
-from toolkit.sessions.hosts import planned_commands
+from toolkit.sessions.hosts import LaunchOptions, planned_commands
+from toolkit.sessions.islands import join_job
 from toolkit.sessions.prepare import prepare_training
 from toolkit.sessions.resolve import Resolved, plan_notes
+from toolkit.sessions.sites import site_of
 from toolkit.sessions.start import start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_recipe_arguments(parser)
+    add_recipe_arguments(parser, optional=True)
+    add_join_argument(parser)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="run directory to create (default: OUTPUT/NAME-TIME)"
     )
@@ -40,10 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile or a Ray cluster."""
-    console, options = Console(), read_launch_options(args)
+    console = Console()
+    recipe, nproc, options = _read(args)
     resolved = prepare_training(
-        read_recipe(args),
-        args.nproc,
+        recipe,
+        nproc,
         options,
         plain(console),
         prove_splits=not args.dry_run,
@@ -59,6 +70,15 @@ def run(args: argparse.Namespace) -> int:
     show_decision(resolved.decision, console, top=3)
     show_notes(plan_notes(resolved), console)
     return start(resolved, path, options, console)
+
+
+def _read(args: argparse.Namespace) -> tuple[Recipe, int | None, LaunchOptions]:
+    """(recipe, number of processes, options), from the command line or from the job that this island joins."""
+    if args.join is None:
+        return site_of(read_recipe(args), args.island), args.nproc, read_launch_options(args)
+    options = read_join_options(args)
+    joining = join_job(options.islands, [*([args.recipe] if args.recipe else []), *args.overrides], args.nproc)
+    return joining.recipe, joining.nproc, replace(options, islands=joining.options)
 
 
 def _show_dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launchers.Command]], console: Console) -> None:

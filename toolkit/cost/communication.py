@@ -9,6 +9,7 @@ from toolkit.clusters.cluster import Cluster
 from toolkit.cost.calibration import Calibration
 from toolkit.cost.execution import Execution
 from toolkit.cost.operators import LayerCost
+from toolkit.plans.exchange import bytes_per_number
 
 BACKWARD_GATHER = 1.25
 """Backward relative to forward traffic with sharded residuals: inputs are gathered again for the weight gradient."""
@@ -226,18 +227,20 @@ def _between_groups(e: Execution, grads: float, window: Window, cal: Calibration
 
 
 def _island_seconds(e: Execution, window: Window, cal: Calibration) -> float:
-    """The exchange between islands every `local_steps` steps: blocking, or overlapped with the next round."""
+    """The exchange between islands: blocking, or overlapped with the steps until its mean is applied."""
     if e.islands == 1:
         return 0.0
     where = group(e.cluster, e.islands, e.cluster.devices // e.islands)
-    # Master weights, in fp32 or in blocks of 256 with one scale each; the ranks of an island share the work.
-    bytes_each = 4 if e.exchange_bits == 32 else e.exchange_bits / 8 + 4 / 256
-    size = bytes_each * stage_params(e) * e.trained_share / e.dp
-    seconds = all_reduce(size, where, e.cluster, cal)
-    if e.exchange_hidden:
-        behind = e.exchange_delay_steps or e.local_steps
-        seconds = exposed(behind * e.grad_accum * (window.forward + window.backward), seconds, cal)
-    return seconds / e.local_steps
+    size = stage_params(e) * e.trained_share / e.dp  # the ranks of an island share the work
+    step = e.grad_accum * (window.forward + window.backward)
+    rhythm = e.exchange.first()
+    if e.exchange.adapts and step > 0:
+        rhythm = e.exchange.chosen(all_reduce(4 * size, where, e.cluster, cal), step)
+    one = bytes_per_number(rhythm.bits, e.exchange.density) * size / rhythm.fragments
+    seconds = all_reduce(one, where, e.cluster, cal)
+    if e.exchange.hidden:
+        seconds = exposed(rhythm.delay_steps * step, seconds, cal, where)
+    return seconds * rhythm.fragments / rhythm.local_steps
 
 
 def traffic_bytes(e: Execution) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from toolkit.clusters.cluster import Cluster
@@ -10,6 +10,7 @@ from toolkit.cost.operators import LayerShape, Slice
 from toolkit.cost.software import DEEPSPEED_HF, Software
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
+from toolkit.plans.exchange import Exchange, with_steps
 from toolkit.plans.optimizer_rules import COMPRESSING
 from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
@@ -115,11 +116,7 @@ class Execution:
     quantized_base: bool = False
     """Whether the frozen weights under the adapters are stored in 4 bits."""
     islands: int = 1
-    local_steps: int = 1
-    exchange_bits: int = 32
-    exchange_hidden: bool = False
-    exchange_delay_steps: int | None = None
-    exchange_states: int = 1
+    exchange: Exchange = field(default_factory=Exchange)
     bucket_elements: int | None = None
     """Elements per reduction bucket, if the recipe sets it."""
     hierarchical: bool = False
@@ -279,9 +276,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
         offload=plan.offload, optimizer=work.optimizer, states=work.states, averaged=work.averaged,
         lora_rank=work.lora_rank,
-        islands=plan.islands, local_steps=plan.local_steps, exchange_bits=work.exchange_bits,
-        exchange_hidden=work.exchange_hidden, exchange_delay_steps=work.exchange_delay_steps,
-        exchange_states=work.exchange_states,
+        islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base, whole_logits=work.whole_logits,
     )  # fmt: skip
 

@@ -96,7 +96,7 @@ def host_bytes(e: Execution, params: float, states: float) -> float:
 
 def exchange_bytes(e: Execution, params: float) -> float:
     """Bytes per rank for the exchange between islands: its part of the weights, and the outer optimizer states."""
-    return 4 * e.exchange_states * params * e.trained_share / e.dp if e.islands > 1 else 0.0
+    return 4 * e.exchange.states * params * e.trained_share / e.dp if e.islands > 1 else 0.0
 
 
 def _largest_unit(e: Execution) -> float:

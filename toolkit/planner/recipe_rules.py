@@ -74,7 +74,7 @@ RULES: tuple[RecipeRule, ...] = (
     ),
     RecipeRule(
         asks=lambda recipe: recipe.checkpoint.every > 0,
-        forbids=lambda recipe, plan: recipe.checkpoint.every % plan.local_steps > 0,
+        forbids=lambda recipe, plan: not _auto_steps(recipe) and recipe.checkpoint.every % plan.local_steps > 0,
         reason="checkpoint.every ({recipe.checkpoint.every}) must be a multiple of local_steps ({plan.local_steps}): "
         "islands have equal weights only after an exchange",
     ),
@@ -89,6 +89,17 @@ RULES: tuple[RecipeRule, ...] = (
         asks=lambda recipe: recipe.train.outer is not None,
         forbids=lambda recipe, plan: plan.islands == 1,
         reason="train.outer is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd",
+    ),
+    RecipeRule(
+        asks=lambda recipe: _auto_steps(recipe),
+        forbids=lambda recipe, plan: plan.islands == 1,
+        reason="strategy.local_steps is for the islands of local_sgd; leave it out, or set strategy.name=local_sgd",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.train.outer is not None and not _auto_steps(recipe),
+        forbids=lambda recipe, plan: plan.local_steps % _fragments(recipe) > 0,
+        reason="train.outer.fragments ({recipe.train.outer.fragments}) must divide local_steps ({plan.local_steps}): "
+        "one part is exchanged every local_steps / fragments steps",
     ),
     RecipeRule(
         asks=lambda recipe: _delay_steps(recipe) > 0,
@@ -156,6 +167,16 @@ def _has_other_task(recipe: Recipe) -> bool:
 def _delay_steps(recipe: Recipe) -> int:
     """Steps after which a round's mean is applied; 0 where the recipe does not set it."""
     return (recipe.train.outer.delay_steps or 0) if recipe.train.outer else 0
+
+
+def _auto_steps(recipe: Recipe) -> bool:
+    return recipe.strategy.local_steps == "auto"
+
+
+def _fragments(recipe: Recipe) -> int:
+    """Parts of the weights that are exchanged in turn; 1 where the run chooses them."""
+    given = recipe.train.outer.fragments if recipe.train.outer else 1
+    return 1 if given == "auto" else given
 
 
 def _is_async(recipe: Recipe) -> bool:

@@ -12,6 +12,7 @@ from toolkit.errors import BadInput, Problem
 from toolkit.models.architectures.dense import BERT
 from toolkit.models.spec import ModelSpec, load_model_config, read_model_config
 from toolkit.plans.deepspeed_rules import job_problems
+from toolkit.plans.exchange import exchange_of
 from toolkit.plans.pipeline_bounds import chunks_problem
 from toolkit.plans.pipeline_orders import micro_batches_problem
 from toolkit.plans.plan import Job, Workload
@@ -43,7 +44,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",
             grad_clip=recipe.train.grad_clip,
-            **_exchange(recipe.train.outer or Outer()),
+            exchange=exchange_of(recipe.train.outer or Outer(), recipe.strategy.local_steps == "auto"),
             reduce=recipe.train.reduce,
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
@@ -63,17 +64,6 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     if problems:
         raise BadInput(recipe.name, problems)
     return job
-
-
-def _exchange(outer: Outer) -> dict[str, Any]:
-    """Workload fields that describe the exchange between islands."""
-    states = [True, outer.optimizer == "nesterov", outer.mode == "overlap", outer.bits < 32]
-    return {
-        "exchange_bits": outer.bits,
-        "exchange_hidden": outer.mode != "wait",
-        "exchange_delay_steps": outer.delay_steps,
-        "exchange_states": sum(states),
-    }
 
 
 def raw_config(section: Model) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.models.spec import ModelSpec
+from toolkit.plans.exchange import Exchange
 from toolkit.plans.router_balance import Balance
 from toolkit.recipe.batch_sections import Reduce
 
@@ -38,14 +39,8 @@ class Workload:
     """Whether the frozen weights under the adapters are held in 4 bits (QLoRA)."""
     grad_clip: float = 1.0
     """Global gradient norm to clip to; 0: no clipping."""
-    exchange_bits: int = 32
-    """Bits per number in an exchange between islands."""
-    exchange_hidden: bool = False
-    """Whether islands keep training during an exchange."""
-    exchange_delay_steps: int | None = None
-    """Steps that an exchange may overlap with; None: one round."""
-    exchange_states: int = 1
-    """fp32 copies of the weights that the exchange keeps, sharded over the ranks of an island."""
+    exchange: Exchange = field(default_factory=Exchange)
+    """How islands exchange weights; a plan's `local_steps` replace those in it, unless the run chooses them."""
     reduce: Reduce = field(default_factory=Reduce)
     """How gradients are reduced across replicas."""
     steps: int = 0

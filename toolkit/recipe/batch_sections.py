@@ -95,13 +95,46 @@ class Outer:
     delay_steps: int | None = number(None, least=1)
     """`overlap`: steps after which the mean of a round is applied; default: `local_steps`, one round. Fewer steps keep
     islands closer to synchronous training; if the exchange takes longer, islands wait for it."""
-    bits: Literal[32, 8, 4] = 32
-    """Bits per number on the link; with 8 and 4, rounding errors are kept and sent later (error feedback)."""
+    bits: Literal[32, 8, 4, 2, "auto"] = 32
+    """Bits per number on the link; below 32, rounding errors are kept and sent later (error feedback). `auto`: as many
+    as the link carries."""
+    density: float = number(1.0, above=0, most=1)
+    """Share of the numbers that are sent, the largest of each block of 256, with `bits: 2`; the rest is sent later."""
+    fragments: int | Literal["auto"] = number(1, least=1)
+    """Parts of the weights that are exchanged in turn, one every `local_steps` / `fragments` steps (streaming): the
+    link is used evenly. `auto`: as many as there are local steps, at most 16."""
     max_staleness: int = number(8, least=1)
     """`async`: rounds of other islands that an island may miss before they wait for it."""
 
 
 def outer_problems(outer: Outer | None) -> Iterator[Problem]:
     """Conflicting settings of the exchange between islands, under any plan."""
-    if outer is not None and outer.delay_steps is not None and outer.mode != "overlap":
+    if outer is None:
+        return
+    if outer.delay_steps is not None and outer.mode != "overlap":
         yield Problem("train.outer.delay_steps", f"unused with mode {outer.mode}; remove it, or use mode overlap")
+    if outer.density < 1 and outer.bits != 2:
+        what = f"{outer.density:g} given with bits {outer.bits}; a part of the numbers is sent in 2 bits: use bits 2"
+        yield Problem("train.outer.density", what)
+    for key, value in (("bits", outer.bits), ("fragments", outer.fragments)):
+        if value == "auto" and outer.mode != "overlap":
+            what = f"auto given with mode {outer.mode}; a link is kept busy during training: use mode overlap"
+            yield Problem(f"train.outer.{key}", what)
+    if outer.mode == "async" and outer.fragments not in (1, "auto"):
+        what = f"{outer.fragments} given; asynchronous islands exchange whole updates: use 1, or mode overlap"
+        yield Problem("train.outer.fragments", what)
+
+
+def interval_problems(local_steps: int | str | None, outer: Outer | None) -> Iterator[Problem]:
+    """Settings that exclude an interval that the run chooses."""
+    if local_steps != "auto":
+        return
+    mode = outer.mode if outer else "wait"
+    if mode == "async":
+        what = "auto given; asynchronous islands claim rounds of equal length: give a number, or use mode overlap"
+        yield Problem("strategy.local_steps", what)
+    elif mode != "overlap":
+        what = f"auto given with mode {mode}; a link is kept busy during training: use train.outer.mode overlap"
+        yield Problem("strategy.local_steps", what)
+    if outer is not None and outer.delay_steps is not None:
+        yield Problem("train.outer.delay_steps", "unused with local_steps auto, which chooses it; remove it")

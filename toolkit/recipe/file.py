@@ -13,7 +13,13 @@ from typing import Any
 import yaml
 
 from toolkit.errors import BadInput, Problem
-from toolkit.recipe.batch_sections import one_bit_problems, outer_problems, ramp_problems, reduce_problems
+from toolkit.recipe.batch_sections import (
+    interval_problems,
+    one_bit_problems,
+    outer_problems,
+    ramp_problems,
+    reduce_problems,
+)
 from toolkit.recipe.data_checks import data_problems, task_of
 from toolkit.recipe.objective_sections import (
     SCORED,
@@ -104,6 +110,7 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     )
     problems += data_problems(recipe.data, recipe.train, recipe.model)
     problems += router_problems(train.router)
+    problems += interval_problems(strategy.local_steps, train.outer)
     problems += reference_problems(train.objective, train.reference)
     problems += objective_problems(train.objective, {key: getattr(train, key) for key in SETTINGS}, recipe.data.format)
     problems += average_problems(train.optimizer, train.schedule, train.ema)

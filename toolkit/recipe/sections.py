@@ -302,8 +302,8 @@ class StrategySection:
     """What shards matrices under `tensor_parallel`: the toolkit, or DeepSpeed's AutoTP if a trial shows it exact."""
     islands: int | None = number(None, least=1)
     """Groups that synchronise every `local_steps` steps."""
-    local_steps: int | None = number(None, least=1)
-    """Steps between two exchanges between islands."""
+    local_steps: int | Literal["auto"] | None = number(None, least=1)
+    """Steps between two exchanges between islands; `auto`: as few as the measured link carries."""
     pipeline_bounds: tuple[int, ...] | None = None
     """First layer of each pipeline stage, and the number of layers, e.g. [0, 3, 6]; default: balanced by time."""
     schedule: PipelineSchedule | None = None
@@ -314,7 +314,7 @@ class StrategySection:
 
     def fixed(self) -> dict[str, Any]:
         """The axes that the recipe fixes: plan field → value."""
-        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) is not None}
+        return {axis: getattr(self, axis) for axis in AXES if getattr(self, axis) not in (None, "auto")}
 
 
 AXES = tuple(f.name for f in fields(StrategySection) if f.name not in ("name", "nvme_path"))
@@ -353,10 +353,12 @@ class ClusterSection:
     """Start-up time of a collective inside a node, microseconds."""
     inter_latency_us: float | None = number(None, above=0, most=1e9)
     """Start-up time of a collective across nodes, microseconds."""
-    sites: int = number(1, least=1, most=1024)
-    """Sites (data centres, providers) with a slow link between them; must divide `nodes`."""
+    sites: int | tuple[dict, ...] = number(1, least=1, most=1024)  # type: ignore[type-arg]
+    """Sites (data centres, providers) with a slow link between them: a number that divides `nodes`, or a list of
+    clusters with keys like these. What a site does not give is taken from here. Unequal sites are asynchronous islands;
+    each gets a plan of its own."""
     site_gbps: float | None = number(None, above=0, least=1e-6, most=1e6)
-    """Bandwidth of the link between two sites, Gbit/s; required with `sites`."""
+    """Bandwidth of the link between two sites, or of one site to the others, Gbit/s; required with `sites`."""
     site_latency_ms: float = number(30.0, least=0, most=1e6)
     """Start-up time of a collective across sites, milliseconds."""
 

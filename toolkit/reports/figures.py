@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,14 @@ import numpy as np
 from toolkit.errors import BadInput
 from toolkit.recipe.yaml_file import parse_yaml
 from toolkit.reports.reader import RecordedRun, settled
-from toolkit.reports.untrusted import harmless
+from toolkit.reports.untrusted import harmless, text
 from toolkit.run_dir.predicted_vs_measured import ComparisonRow, compare
 from toolkit.run_dir.step_parts import MEMORY
 from toolkit.secrets import redact
 from toolkit.units import GIB, MIB
+
+SHOWN_POINTS = 1000
+"""Points of a curve of one island."""
 
 
 def facts(run: RecordedRun) -> dict[str, str]:
@@ -73,6 +77,47 @@ def memory_rows(run: RecordedRun) -> list[ComparisonRow]:
 def memory_by_rank(run: RecordedRun) -> list[int]:
     """Return the peak memory of each rank in bytes; empty until the run has ended."""
     return [int(size) for size in run.summary.get("memory_bytes_by_rank", [])]
+
+
+def islands(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return one row per island: its steps over time, its rounds, staleness and traffic, and what it did not apply.
+
+    Synchronous islands are one row, because the first rank writes for all of them.
+    """
+    found: dict[int, list[dict[str, float]]] = {}
+    for exchange in run.exchanges:
+        found.setdefault(int(exchange.get("island", 0)), []).append(exchange)
+    start = min((one["time"] for one in run.exchanges if not math.isnan(one["time"])), default=0.0)
+    return [_island(island, records, start) for island, records in sorted(found.items())]
+
+
+def _island(island: int, records: list[dict[str, float]], start: float) -> dict[str, Any]:
+    records = sorted(records, key=lambda one: one["time"])
+    shown, last = records[:: max(1, len(records) // SHOWN_POINTS)], records[-1]
+    columns: dict[str, list[float | None]] = {
+        name: [one.get(name) for one in shown]
+        for name in ("step", "staleness", "sent_bytes", "local_steps", "bits", "islands")
+        if name in last
+    }
+    ignored = {name: int(count) for name, count in last.items() if name.startswith(("dropped_", "rejected_")) and count}
+    return {
+        "island": island,
+        "steps": len(records),
+        "minutes": [None if math.isnan(one["time"]) else (one["time"] - start) / 60 for one in shown],
+        "gap_minutes": _longest_pause(records),
+        **columns,
+        "rounds": last.get("rounds", last.get("exchanges")),
+        "sent": last.get("sent_bytes", 0),
+        "busy_seconds": last.get("busy_seconds", 0),
+        "waited_seconds": last.get("waited_seconds", 0),
+        "ignored": text(", ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in sorted(ignored.items()))),
+    }
+
+
+def _longest_pause(records: Sequence[Mapping[str, float]]) -> float:
+    """Return the longest time between two steps of an island, in minutes: it was away, or it waited."""
+    times = [one["time"] for one in records if not math.isnan(one["time"])]
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0) / 60
 
 
 def collectives(run: RecordedRun) -> list[dict[str, Any]]:

@@ -39,6 +39,8 @@ STATS = ("min", "mean", "max", "min_rank", "max_rank")
 MARK = "busy_seconds"
 MOST_DETAILED = 4000
 """Largest number of records whose values by rank are read."""
+MOST_EXCHANGES = 200_000
+"""Largest number of records whose exchanges between islands are shown."""
 LARGEST_STEP = 2**53
 LONGEST_LINE_BYTES = 1 << 24
 
@@ -67,6 +69,8 @@ class RecordedRun:
     """Newest record with details: collectives, pipeline bubble by stage."""
     last_routing: dict[str, Any] = field(default_factory=dict)
     """Newest record with the load of experts: `step`, `load` over the mean by layer, and a sentence of `advice`."""
+    exchanges: list[dict[str, float]] = field(default_factory=list)
+    """What islands say about their exchanges, in order: `step`, `time`, and the figures of the record."""
     broken: tuple[int, ...] = ()
     """Numbers of the lines of metrics.jsonl that can't be read; an unfinished last line is not counted."""
 
@@ -116,6 +120,7 @@ def read_run(path: Path) -> RecordedRun:
         stragglers={rank: (len(late), sum(late) / len(late)) for rank, late in sorted(table.late.items())},
         last_detail=_details(table.last_detail),
         last_routing=_routing(table.last_routing),
+        exchanges=table.exchanges,
         broken=tuple(table.broken),
     )
 
@@ -141,6 +146,7 @@ class _Table:
     """Lines with values by rank, and the slowest rank's seconds."""
     last_detail: dict[str, Any] = field(default_factory=dict)
     last_routing: dict[str, Any] = field(default_factory=dict)
+    exchanges: list[dict[str, float]] = field(default_factory=list)
     broken: list[int] = field(default_factory=list)
 
     def add(self, place: _Place, line: dict[str, Any] | None) -> None:
@@ -169,6 +175,9 @@ class _Table:
             self.last_detail = line
         if line.get("router_load"):
             self.last_routing = line
+        found = numbers(line.get("exchange"))
+        if found and len(self.exchanges) < MOST_EXCHANGES:
+            self.exchanges.append({**found, "step": line["step"], "time": number(line.get("time"))})
 
 
 def _lines(path: Path) -> Iterator[tuple[_Place, dict[str, Any] | None]]:

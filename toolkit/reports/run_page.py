@@ -71,6 +71,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "bubble_by_stage": run.last_detail.get("bubble_by_stage") or [],
         "collectives": figures.collectives(run),
         "routing": run.last_routing,
+        "islands": figures.islands(run),
         "events": run.events[-SHOWN_EVENTS:],
         "recipe": yaml.safe_dump(figures.recipe(run), sort_keys=False, allow_unicode=True),
         "plan": run.plan,

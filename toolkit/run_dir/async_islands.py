@@ -23,21 +23,29 @@ def goes_async(recipe: Recipe, plan: Plan) -> bool:
     return plan.islands > 1 and recipe.train.outer is not None and recipe.train.outer.mode == "async"
 
 
-def write_island(run: RunDir, number: int) -> RunDir:
-    """Write the run directory of one island: its plan, and its share of the batch; steps count over all islands."""
+def write_island(run: RunDir, number: int, *, alone: bool = False) -> RunDir:
+    """Write the run directory of one island: its plan, and its share of the batch; steps count over all islands.
+
+    `alone`: the command starts this island only. Else only the first one logs to the console.
+    """
     spec = layout.read(run)
     islands = spec.plan.islands
     own = run.island(number)
     (own.path / "logs").mkdir(parents=True, exist_ok=True)
     metrics = spec.recipe.metrics
-    if number:  # only the first island logs to the console and to W&B
-        metrics = replace(metrics, console=False, wandb=replace(metrics.wandb, mode="disabled"))
-    recipe = replace(spec.recipe, train=_share(spec.recipe.train, islands), metrics=metrics)
+    wandb = replace(metrics.wandb, group=metrics.wandb.group or spec.recipe.name)
+    metrics = replace(metrics, console=metrics.console and (alone or not number), wandb=wandb)
+    name = f"{spec.recipe.name[:LONGEST_NAME]}-island-{number}"
+    recipe = replace(spec.recipe, name=name, train=_share(spec.recipe.train, islands), metrics=metrics)
     plan = json.loads(run.plan.read_text(encoding="utf-8"))
     plan |= {"islands": 1, "model_flops": plan["model_flops"] / islands}
     plan["hardware_flops"] = plan.get("hardware_flops", 0) / islands
     layout.write(own, recipe, plan, spec.deepspeed)
     return own
+
+
+LONGEST_NAME = 80
+"""Characters of a run's name that the names of its islands begin with."""
 
 
 def _share(train: Train, islands: int) -> Train:
@@ -53,7 +61,13 @@ def _share(train: Train, islands: int) -> Train:
 
 def furthest(run: RunDir, islands: int) -> int:
     """The island whose newest checkpoint contains the most completed rounds."""
-    return max(range(islands), key=lambda number: (_done(run.island(number)), -number))
+    return max(_numbers(run, islands), key=lambda number: (_done(run.island(number)), -number))
+
+
+def _numbers(run: RunDir, islands: int) -> list[int]:
+    """The islands of the plan, and those that have joined from this run directory."""
+    found = (path.name for path in (run.path / "islands").glob("*"))
+    return sorted({*range(islands), *(int(name) for name in found if name.isdecimal())})
 
 
 def _done(island: RunDir) -> int:
@@ -73,7 +87,8 @@ def gather(run: RunDir, islands: int, status: str) -> None:
     lines = (json.dumps(record) + "\n" for _, record in sorted(records.items()))
     run.metrics.write_text("".join(lines), encoding="utf-8")
     best = run.island(furthest(run, islands))
-    summaries = [read_json(run.island(number).summary) for number in range(islands)]
+    numbers = _numbers(run, islands)
+    summaries = [read_json(run.island(number).summary) for number in numbers]
     summary = dict(next((found for found in summaries if found), {}))
     losses = [record["loss"] for _, record in sorted(records.items())]
     summary |= {
@@ -83,7 +98,10 @@ def gather(run: RunDir, islands: int, status: str) -> None:
         "final_loss": losses[-1] if losses else None,
         "tokens": sum(record["tokens"] for record in records.values()),
         "run_dir": str(run.path),
-        "islands": [{"island": n, "steps": found.get("steps")} for n, found in enumerate(summaries)],
+        "islands": [
+            {"island": n, "steps": found.get("steps"), **_last_exchange(records, n)}
+            for n, found in zip(numbers, summaries, strict=True)
+        ],
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     newest = next(iter(store.steps(best.checkpoints)), None)
@@ -91,10 +109,17 @@ def gather(run: RunDir, islands: int, status: str) -> None:
         _adopt(store.path_of(best.checkpoints, newest), run.checkpoints)
 
 
+def _last_exchange(records: Mapping[int, dict[str, Any]], island: int) -> dict[str, Any]:
+    """What an island's last step says about its exchanges: rounds, traffic, and what it did not apply of others."""
+    own = [record for record in records.values() if record["island"] == island]
+    found = max(own, key=lambda record: record["time"], default={}).get("exchange") or {}
+    return {name: value for name, value in found.items() if name != "island"}
+
+
 def _records(run: RunDir, islands: int) -> dict[int, dict[str, Any]]:
     """Step → record; if a step was repeated after an island had left, the later record."""
     found: dict[int, dict[str, Any]] = {}
-    for number in range(islands):
+    for number in _numbers(run, islands):
         path = run.island(number).metrics
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
             record = {**json.loads(line), "island": number}
@@ -181,6 +206,8 @@ BELOW, BEYOND = "chunks_below", "chunk."
 
 The names say `chunk`, as in earlier versions, so that old checkpoints can be resumed.
 """
+ROUND_SAMPLES, RUN_SAMPLES = "round_samples", "run_samples"
+"""Counters in a checkpoint: samples of a round and of all rounds, for strategies that count samples."""
 
 
 @dataclass

@@ -23,8 +23,6 @@ from toolkit.runtime.between_steps import (
     Progress,
     StopHook,
     WarningHook,
-    preempted,
-    save,
 )
 from toolkit.runtime.build_engine import EngineSpec, build_async_island, build_engine
 from toolkit.runtime.checkpoint import resume
@@ -40,8 +38,9 @@ from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.weight_average import evaluated_weights
 from toolkit.runtime.evaluate import Evaluator, Measures
-from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
-from toolkit.runtime.loop import Loop, Position, RemainingSteps, StepSource
+from toolkit.runtime.islands.async_engine import AsyncIslandEngine
+from toolkit.runtime.islands.engine import meeting_steps
+from toolkit.runtime.loop import AsyncRounds, Loop, Position, RemainingSteps, StepSource
 from toolkit.runtime.machine.counters import Counters, make_counters
 from toolkit.runtime.metrics import comm_timer
 from toolkit.runtime.metrics.comm_timer import CommTimer
@@ -181,6 +180,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         deepspeed=spec.deepspeed,
         schedule=make_schedule(recipe.train, last_step),
         noise=recipe.metrics.noise_scale,
+        auto_steps=recipe.strategy.local_steps == "auto",
     )
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
@@ -227,6 +227,8 @@ def _position(
     reader = resume.find(spec.recipe.checkpoint, run.checkpoints, world, say)
     if reader is None:
         return Position(0, order)
+    if note := resume.crossing_note(reader, engine.state):
+        say(note)
     position = Position(*resume.resume(reader, engine.state, order, spec.recipe, world))
     if isinstance(dataset.train, Streamed):
         say(dataset.train.resume_at(reader.state.get("stream")))
@@ -324,7 +326,9 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
     yield HeartbeatHook(heartbeat)
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}
     yield CheckpointHook(**shared, due=_due(parts))
-    yield StopHook(**shared, stop=parts.context.stop, every=plan.local_steps, group=host_group())
+    leave = parts.async_island.hand_back if parts.async_island else None
+    asks_every = 1 if parts.async_island else meeting_steps(plan, recipe.train.outer)
+    yield StopHook(**shared, leave=leave, stop=parts.context.stop, every=asks_every, group=host_group())
 
 
 def _due(parts: _Parts) -> Callable[[int], bool]:
@@ -341,33 +345,8 @@ def _due(parts: _Parts) -> Callable[[int], bool]:
 def _source(parts: _Parts, saver: Saver) -> StepSource:
     if parts.async_island is None:
         return RemainingSteps(parts.position, parts.last_step)
-    return AsyncRounds(parts.async_island, parts.context, saver, parts.position, parts.last_step)
-
-
-@dataclass(frozen=True)
-class AsyncRounds:
-    """Steps of an asynchronous island: rounds that it claims until all islands together have done them all."""
-
-    island: AsyncIslandEngine
-    context: RankContext
-    saver: Saver
-    position: Position
-    last_step: int
-
-    def __iter__(self) -> Iterator[range]:
-        stop = self.context.stop
-        yield from self.island.rounds(Waits(self.context.heartbeat.move, lambda: stop.signal is not None))
-
-    def finish(self) -> None:
-        """Save the state after the last round of all islands, or after a stop request."""
-        if not self.island.complete:
-            save(self.saver, self.context.heartbeat, self.position.step)
-            self.saver.wait()
-            raise preempted(self.position.step, self.saver)
-        self.position.step = self.last_step
-        if self.saver.recipe.checkpoint.every:
-            self.saver.save(self.last_step)
-        self.saver.wait()
+    context = parts.context
+    return AsyncRounds(parts.async_island, context.heartbeat, context.stop, saver, parts.position, parts.last_step)
 
 
 def num_steps(recipe: Recipe, order: SampleOrder) -> int:

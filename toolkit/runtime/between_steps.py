@@ -231,6 +231,8 @@ class StopHook:
     """Steps between two questions whether to stop: islands agree only where they exchange."""
     last_step: int
     group: Any = None
+    leave: Callable[[], object] | None = None
+    """Called before the state is saved: an asynchronous island hands back the round that it is in."""
     answers: dict[int, bool] = field(default_factory=dict)
     """Step → whether to stop after it, if that was asked before `after`."""
 
@@ -249,6 +251,8 @@ class StopHook:
         known = self.answers.pop(step.number, None)
         if self._is_asked(step.number) if known is None else known:
             with part(self.comm.clock, "checkpoint"):
+                if self.leave is not None:
+                    self.leave()
                 save(self.saver, self.heartbeat, step.number)
                 self.saver.wait()
             raise preempted(step.number, self.saver)

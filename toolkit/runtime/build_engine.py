@@ -11,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
+from toolkit.plans.exchange import exchange_of
 from toolkit.plans.job import raw_config
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.pipeline_orders import rank_of, stages_of
@@ -84,6 +85,8 @@ class EngineSpec:
     schedule: Schedule
     noise: bool = False
     """Whether the gradient noise scale is measured."""
+    auto_steps: bool = False
+    """Whether islands choose the steps between exchanges (`strategy.local_steps: auto`)."""
 
     @property
     def balance(self) -> Balance:
@@ -149,7 +152,9 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     if spec.plan.islands > 1:
         parts = ReplicaParts(unit=TensorUnit(mesh), loss=loss, routers=_routers(spec, model, mesh))
         inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
-        return IslandEngine(inner, mesh, spec.train.outer or Outer(), spec.schedule.steps)
+        outer = spec.train.outer or Outer()
+        exchange = exchange_of(outer, spec.auto_steps, spec.plan.local_steps)
+        return IslandEngine(inner, mesh, outer, spec.schedule.steps, exchange)
     if spec.plan.token_parts == 1:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))

@@ -9,11 +9,14 @@ from typing import Protocol
 
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.runtime.between_steps import AfterStep, FinishedStep, StopEarly
+from toolkit.launching.stop_signals import StopRequest
+from toolkit.runtime.between_steps import AfterStep, FinishedStep, Progress, StopEarly, preempted, save
+from toolkit.runtime.checkpoint.saver import Saver
 from toolkit.runtime.data.prefetch import Made, Share, prefetched
 from toolkit.runtime.data.sample_order import SampleOrder, own_share
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.engine.protocol import Engine
+from toolkit.runtime.islands.async_engine import AsyncIslandEngine, Waits
 from toolkit.runtime.observer import Observer
 from toolkit.runtime.spike_rewind import Rewind, Spike
 
@@ -49,6 +52,32 @@ class RemainingSteps:
 
     def finish(self) -> None:
         """The hooks of the last step have saved already."""
+
+
+@dataclass(frozen=True)
+class AsyncRounds:
+    """Steps of an asynchronous island: rounds that it claims until all islands together have done them all."""
+
+    island: AsyncIslandEngine
+    heartbeat: Progress
+    stop: StopRequest
+    saver: Saver
+    position: Position
+    last_step: int
+
+    def __iter__(self) -> Iterator[range]:
+        yield from self.island.rounds(Waits(self.heartbeat.move, lambda: self.stop.signal is not None))
+
+    def finish(self) -> None:
+        """Save the state after the last round of all islands, or after a stop request."""
+        if not self.island.complete:
+            save(self.saver, self.heartbeat, self.position.step)
+            self.saver.wait()
+            raise preempted(self.position.step, self.saver)
+        self.position.step = self.last_step
+        if self.saver.recipe.checkpoint.every and not self.island.came_too_late:
+            self.saver.save(self.last_step)
+        self.saver.wait()
 
 
 @dataclass(frozen=True, kw_only=True)

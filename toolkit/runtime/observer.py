@@ -94,6 +94,7 @@ class Observer:
             compiled_graphs=compiled_graphs(),
             preference=figures if compares else None,
             objective=None if compares else figures,
+            exchange=None if result.exchange is None else dict(result.exchange),
             router=router_load.summarise(result.numbers.routers),
             skipped=int(result.skipped),
             loss_scale=result.loss_scale,

@@ -18,6 +18,9 @@ from toolkit.errors import BadInput, Preempted, RankFailed, ToolkitError
 from toolkit.launching import launchers
 from toolkit.launching.launchers import Command
 from toolkit.launching.stop_signals import StopRequest, forwarded
+from toolkit.recipe.file import dump_recipe, make_recipe
+from toolkit.recipe.sections import Recipe
+from toolkit.recipe.yaml_file import parse_yaml
 from toolkit.run_dir.async_islands import Membership, furthest, gather, write_island
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.resolve import Resolved
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
 UPDATES = "updates"
 """Folder of a run directory: the store of islands that all run on this host."""
+JOB = "job"
+"""Key of the store: the recipe of the job, for islands that join."""
 CHECK_SECONDS = 10.0
 """How long a store may take to answer before anything is started."""
 
@@ -41,6 +46,8 @@ class IslandOptions:
     """File with the key of that store."""
     island: int | None = None
     """The only island to start, counted from 0; None: all."""
+    joins: bool = False
+    """Whether the island joins a running job beyond the islands of its plan."""
 
 
 class MeetingPlace(NamedTuple):
@@ -59,7 +66,7 @@ def start_islands(resolved: Resolved, path: Path, options: LaunchOptions, consol
             "over several hosts, start one on each: toolkit train RECIPE --island K --mailbox ADDRESS --mailbox-key F"
         )
         raise BadInput("--hostfile" if options.hosts else "--launcher", what)
-    if chosen.island is not None and not 0 <= chosen.island < plan.islands:
+    if chosen.island is not None and not chosen.joins and not 0 <= chosen.island < plan.islands:
         raise BadInput("--island", f"{chosen.island} given; the plan has islands 0 to {plan.islands - 1}")
     meeting = None
     if chosen.rendezvous is not None and chosen.key_file is not None:
@@ -106,6 +113,7 @@ def check_store(meeting: MeetingPlace, resolved: Resolved) -> None:
     try:
         store = SignedStore(open_transport(meeting.address, key, CHECK_SECONDS), key)
         store.create("recipe", json.dumps(own).encode())
+        store.create(JOB, json.dumps(dump_recipe(resolved.recipe)).encode())
         found = store.read("recipe", {})
     except RankFailed as error:
         raise BadInput("--mailbox", str(error)) from None
@@ -115,6 +123,50 @@ def check_store(meeting: MeetingPlace, resolved: Resolved) -> None:
         raise BadInput("--mailbox", f"{meeting.address} belongs to islands of another recipe: {shown}")
 
 
+class Joining(NamedTuple):
+    """What `toolkit train --join` starts with."""
+
+    recipe: Recipe
+    nproc: int | None
+    options: IslandOptions
+
+
+def join_job(options: IslandOptions, overrides: Sequence[str], ranks: int | None = None) -> Joining:
+    """Read the recipe of a running job from its store and take a place among its islands.
+
+    `ranks`: of this island, which may have more or fewer than the others; default: one, or as the cluster says.
+
+    Code that the recipe names (`metrics.sinks`, `model.trust_remote_code`) was typed on another host: it runs here only
+    if it is typed here, too.
+    """
+    from toolkit.runtime.islands.async_store import EXTRA
+    from toolkit.runtime.islands.signed_store import SignedStore
+    from toolkit.runtime.islands.store_access import read_key
+    from toolkit.runtime.islands.transports import open_transport
+
+    assert options.rendezvous is not None
+    assert options.key_file is not None
+    key = read_key(options.key_file)
+    try:
+        store = SignedStore(open_transport(options.rendezvous, key, CHECK_SECONDS), key)
+        text, settings = store.read(JOB), store.read("recipe", {})
+    except RankFailed as error:
+        raise BadInput("--join", str(error)) from None
+    if not isinstance(text, str):
+        raise BadInput("--join", f"{options.rendezvous} holds no job; start its first island with --island 0 --mailbox")
+    source = f"the recipe in {options.rendezvous}"
+    given = parse_yaml(text, source)
+    here = ["output=runs", "checkpoint.resume=auto", "metrics.sinks=[]", *overrides]
+    recipe = make_recipe(given, here, source=source)
+    typed = [override.partition("=")[0].strip() for override in overrides]
+    if recipe.model.trust_remote_code and "model.trust_remote_code" not in typed:
+        what = f"true in {source}: Python code of the model would run here; if you trust it, add "
+        raise BadInput("model.trust_remote_code", f"{what}model.trust_remote_code=true")
+    number = settings["strategy.islands"] + store.number(EXTRA, 1) - 1
+    total = settings["strategy.islands"] * (ranks or 1) if recipe.cluster == "auto" else None
+    return Joining(recipe, total, replace(options, island=number, joins=True))
+
+
 def shared_settings(resolved: Resolved) -> dict[str, Any]:
     """What must be equal on all islands: key → value. Where data and checkpoints lie may differ."""
     recipe, plan = resolved.recipe, resolved.chosen.plan
@@ -122,7 +174,7 @@ def shared_settings(resolved: Resolved) -> dict[str, Any]:
     own = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     for key in ("model.path", "data.path", "train.hang_timeout_seconds"):
         own.pop(key, None)
-    axes = {f"strategy.{axis}": getattr(plan, axis) for axis in ("islands", "local_steps", "dp", "zero_stage")}
+    axes = {f"strategy.{axis}": getattr(plan, axis) for axis in ("islands", "local_steps")}
     return dict(json.loads(json.dumps({**own, **axes})))
 
 
@@ -140,7 +192,8 @@ def prepare_islands(
     for number in numbers:
         membership = Membership(meeting.address, meeting.key_file, number, plan.islands, founder)
         first = number * plan.dp if only is None else 0
-        commands = _commands(write_island(run, number), membership, plan.dp, first, len(numbers) * plan.dp, backend)
+        own = write_island(run, number, alone=only is not None)
+        commands = _commands(own, membership, plan.dp, first, len(numbers) * plan.dp, backend)
         islands.append(LaunchedIsland(number, run.island(number), commands, resolved.recipe.train.hang_timeout_seconds))
     return islands
 
@@ -200,10 +253,12 @@ def watch_islands(
             for island in islands:
                 island.thread.join(0.1)
             # An exit code above 0 is an end that a restart would not change, such as bad data: stop the others, too.
-            if not stop.signal and any(island.code for island in islands):
+            # An island that was asked to stop has handed its round back, and the others continue.
+            if not stop.signal and any(island.code not in (None, 0, Preempted.exit_code) for island in islands):
                 stop.record(signal.SIGTERM)
     codes = [island.code for island in islands if island.code is not None]
     if not codes:
         errors = [island.error for island in islands if island.error is not None]
         raise errors[0] if errors else RankFailed("no island could be started")
-    return next((code for code in codes if code not in (0, Preempted.exit_code)), max(codes))
+    # Whoever ends with 0 has seen the end of the run, even if others were asked to stop before.
+    return next((code for code in codes if code not in (0, Preempted.exit_code)), min(codes))

@@ -157,9 +157,16 @@ def explain(decision: Decision) -> str:
     return "\n".join(lines + [f"  {strategy}: {reason}" for (strategy, reason), _ in shown])
 
 
+EARLY_STEPS = 8
+"""Most steps between exchanges at which islands from random weights stay near synchronous training."""
 TOO_EARLY = (
-    "islands that begin with random weights gain little from one another: train inside one site first, and resume from "
-    "there with checkpoint.resume"
+    "islands that begin with random weights and seldom exchange gain little from one another: use "
+    "strategy.local_steps=4 with train.outer.bits=2, or train inside one site first and resume from there with "
+    "checkpoint.resume"
+)
+ADAPTS = (
+    "the run measures its steps and the link between islands, and chooses how often, in how many fragments and bits to "
+    "exchange; the plan shows where it begins"
 )
 
 
@@ -168,8 +175,10 @@ def plan_notes(resolved: Resolved) -> list[str]:
     chosen, gain = resolved.decision.chosen, islands_gain(resolved)
     about = caveats(chosen.plan, resolved.recipe.train, resolved.job.workload.balance) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
-    early = [TOO_EARLY] if chosen and chosen.plan.islands > 1 and fresh else []
-    return [*([gain] if gain else []), *early, *about, *_update_rules(resolved), *_whole_residuals(resolved)]
+    apart = chosen is not None and chosen.plan.islands > 1
+    early = [TOO_EARLY] if chosen and apart and fresh and chosen.plan.local_steps > EARLY_STEPS else []
+    adapts = [ADAPTS] if apart and resolved.job.workload.exchange.adapts else []
+    return [*([gain] if gain else []), *early, *adapts, *about, *_update_rules(resolved), *_whole_residuals(resolved)]
 
 
 def _update_rules(resolved: Resolved) -> Iterator[str]:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.conftest import Trainer
 from toolkit.checkpoints import store
 from toolkit.cli import main
 from toolkit.errors import BadInput
@@ -31,12 +32,20 @@ from toolkit.run_dir.layout import RunDir
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_store import Update, UpdateStore
+from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
 from toolkit.runtime.islands.signed_store import SignedStore
-from toolkit.runtime.islands.store_access import StoreKey, read_key
+from toolkit.runtime.islands.store_access import StoreKey, new_key, read_key
 from toolkit.runtime.islands.transports import open_transport
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker
-from toolkit.sessions.islands import MeetingPlace, local_store, prepare_islands, watch_islands
+from toolkit.sessions.islands import (
+    IslandOptions,
+    MeetingPlace,
+    check_store,
+    join_job,
+    local_store,
+    prepare_islands,
+    watch_islands,
+)
 from toolkit.sessions.resolve import resolve
 
 pytestmark = pytest.mark.slow
@@ -169,12 +178,13 @@ def test_a_run_that_is_stopped_goes_on(together: Together) -> None:
 
 @dataclass(frozen=True)
 class Lagging:
-    """The second island's steps take longer."""
+    """The steps of an island take longer."""
 
     seconds: float
+    island: int = 1
 
     def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
-        if env["TOOLKIT_ISLAND"].startswith("1/"):
+        if env["TOOLKIT_ISLAND"].startswith(f"{self.island}/"):
             step = ReplicaEngine.step
 
             def slow(*args: Any) -> Any:
@@ -246,14 +256,19 @@ def attack(place: MeetingPlace, count: int) -> None:
     stranger, other = open_transport(place.address, key), StoreKey(b"o" * 32)
     foreign = SignedStore(stranger, other)
     insider = UpdateStore(Membership(place.address, place.key_file, 1, 2), 0, 1)
+    insider.write("layout/1/1/0", insider.read("layout/0/1/0"))
+
+    def update(serial: int, number: int, content: torch.Tensor) -> Update:
+        return Update(1, serial, number, 0.5, (Piece(content.numel(), content),))
+
     kinds: list[Callable[[int], object]] = [
-        lambda n: insider.publish(Update(1, n // 8, n, 0.5, torch.full((7,), 255, dtype=torch.uint8)), 1),
-        lambda n: insider.publish(Update(1, n // 8, 10**9, 0.5, torch.zeros(4, dtype=torch.uint8)), 1),
+        lambda n: insider.publish(update(n // 8, n, torch.full((7,), 255, dtype=torch.uint8)), 1),
+        lambda n: insider.publish(update(n // 8, 10**9, torch.zeros(4, dtype=torch.uint8)), 1),
         lambda n: insider.write(f"update/1/{n // 8}/head", [0, float("inf"), 1]),
         lambda n: insider.write(f"update/1/{n // 8}/head", "nonsense"),
         lambda n: stranger.put(f"update/1/{n}/head", b"[0, 1.0, 1]"),
         lambda n: stranger.put(f"updates/1/{n + 1}", b""),
-        lambda n: foreign.write(f"update/1/{n}/head", [0, 1.0, 1]),
+        lambda n: foreign.write("open/1" if n % 16 < 8 else f"update/1/{n}/head", [0, 1.0, 1]),
         lambda n: stranger.put(f"update/1/{n}/1/0/0", bytes(9 << 20)),
     ]
     with contextlib.suppress(BadInput):  # the store is gone with the run
@@ -264,14 +279,141 @@ def attack(place: MeetingPlace, count: int) -> None:
 def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
     """An island alone in a run of two, left in peace and attacked: the same losses, bit for bit."""
     losses = []
-    for count in (0, 96):
+    for count in (0, 48):
         places: list[MeetingPlace] = []
         attacked = after(0, 1, lambda island, count=count, places=places: attack(places[0], count))  # type: ignore[misc]
-        done = together(only=0, meet=places.append, disturb=attacked)
+        done = together("train.steps=9", "strategy.local_steps=3", only=0, meet=places.append, disturb=attacked)
         assert done.code == 0, done.said
         losses.append([record["loss"] for record in done.records])
         log = done.run.island(0).log(0).read_text()
         assert ("is dropped" in log) == bool(count), log
+        [island, _] = json.loads(done.run.summary.read_text())["islands"]
+        assert (island.get("dropped_updates_of_1", 0) > 0) == bool(count), island
+        assert (island.get("rejected_values_of_1", 0) > 0) == bool(count), island
         done.run.path.rename(tmp_path / f"attacked {count} times")
     assert losses[0] == losses[1]
-    assert len(losses[0]) == 2 * STEPS
+    assert len(losses[0]) == 18
+
+
+def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Together) -> None:
+    done = together(disturb=after(1, 8, send(signal.SIGTERM)))
+    assert done.code == 0, done.said
+    assert "is handed back" in done.run.island(1).log(0).read_text()
+    done.assert_whole()
+    assert json.loads(done.run.island(1).summary.read_text())["status"] == "preempted"
+
+
+def test_a_provider_joins_with_an_address(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """`toolkit train --join ADDRESS`: an island that the run has never seen reads the recipe and does its share."""
+    place = MeetingPlace((tmp_path / "store").as_uri(), str(tmp_path / "islands.key"))
+    new_key().write(Path(place.key_file))
+    axes = ("strategy={name: local_sgd, islands: 2, local_steps: 4}", "train.outer={mode: async, bits: 2}")
+    resolved = resolve(make_recipe(recipe_mapping, [*axes, "train.steps=16", "checkpoint.every=4"]), 2)
+    check_store(place, resolved)
+    runs = [resolved.write(tmp_path / "first")]
+    islands = prepare_islands(resolved, runs[0], place, 0)
+    enter = Lagging(0.3, island=0)
+    first = threading.Thread(
+        target=watch_islands, args=(islands, Console(file=io.StringIO()), 0, lambda c: WarmProcess.start(c, enter))
+    )
+    first.start()
+    metrics = runs[0].island(0).metrics
+    while not metrics.is_file() or len(metrics.read_text().splitlines()) < 4:
+        time.sleep(0.02)
+    options = IslandOptions(place.address, Path(place.key_file))
+    for number in (2, 3):  # two providers, one after the other
+        recipe, nproc, chosen = join_job(options, ["name=provider"])
+        assert (recipe.name, recipe.train.outer, nproc, chosen.island) == (
+            "provider",
+            resolved.recipe.train.outer,
+            2,
+            number,
+        )
+    own = resolve(recipe, nproc)
+    check_store(place, own)
+    runs.append(own.write(tmp_path / "provider"))
+    late = prepare_islands(own, runs[1], place, chosen.island)
+    assert watch_islands(late, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    first.join(120)
+    records = [
+        json.loads(line)
+        for n, run in ((0, runs[0]), (3, runs[1]))
+        for line in run.island(n).metrics.read_text().splitlines()
+    ]
+    assert sorted(record["step"] for record in records) == list(range(1, 33))
+    assert sum(record["exchange"]["island"] == 3 for record in records) >= 4
+    assert any(record["exchange"]["staleness"] for record in records)
+    runs.append(own.write(tmp_path / "late"))
+    assert (
+        watch_islands(prepare_islands(own, runs[2], place, 2), Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    )
+    assert not store.steps(runs[2].island(2).checkpoints), "its weights are not those of the run"
+
+
+def test_code_of_another_host_runs_here_only_if_it_is_typed_here(
+    recipe_mapping: dict[str, Any], tmp_path: Path
+) -> None:
+    place = MeetingPlace((tmp_path / "store").as_uri(), str(tmp_path / "islands.key"))
+    new_key().write(Path(place.key_file))
+    axes = ("strategy={name: local_sgd, islands: 2}", "train.outer={mode: async}", "metrics.sinks=[json.decoder]")
+    resolved = resolve(make_recipe(recipe_mapping, [*axes, "model.trust_remote_code=true"]), 2)
+    check_store(place, resolved)
+    options = IslandOptions(place.address, Path(place.key_file))
+    with pytest.raises(BadInput, match="Python code of the model would run here"):
+        join_job(options, [])
+    assert join_job(options, ["model.trust_remote_code=true"]).recipe.metrics.sinks == ()
+
+
+def test_islands_of_unequal_size_train_one_model(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """One rank with full weights, and two ranks that shard theirs: each finds its elements in the other's updates."""
+    place = MeetingPlace((tmp_path / "store").as_uri(), str(tmp_path / "islands.key"))
+    new_key().write(Path(place.key_file))
+    axes = ("train.outer={mode: async, bits: 8}", "train.steps=12", "checkpoint.every=3")
+    strategy = "strategy={{name: local_sgd, islands: 2, local_steps: 3, zero_stage: {}}}"
+    sites = []
+    for number, (stage, ranks) in enumerate([(0, 1), (2, 2)]):
+        resolved = resolve(make_recipe(recipe_mapping, [*axes, strategy.format(stage)]), 2 * ranks)
+        check_store(place, resolved)
+        sites += prepare_islands(resolved, resolved.write(tmp_path / str(number)), place, number)
+    assert watch_islands(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    done = [Ended(RunDir(tmp_path / str(number)), 0, "") for number in (0, 1)]
+    steps = [json.loads(line)["step"] for site in sites for line in site.run.metrics.read_text().splitlines()]
+    assert sorted(steps) == list(range(1, 25))
+    assert all(len(site.run.metrics.read_text().splitlines()) >= 3 for site in sites)
+    first, second = done[0].weights(0), done[1].weights(1)
+    assert all(torch.allclose(first[name], second[name], atol=1e-5) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ([], "required with --join"),
+        (["--island", "0", "--mailbox-key", "k"], "can't be combined with --join"),
+        (["--tiny", "--mailbox-key", "k"], "can't be combined with --join"),
+        (["--mailbox-key", "KEY"], "holds no job"),
+    ],
+)
+def test_joins_that_are_refused(tmp_path: Path, argv: list[str], reason: str, capsys: Any) -> None:
+    new_key().write(tmp_path / "islands.key")
+    given = [str(tmp_path / "islands.key") if word == "KEY" else word for word in argv]
+    assert main(["train", "--join", (tmp_path / "store").as_uri(), *given]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_every_strategy_reads_their_checkpoints(together: Together, train: Trainer, tmp_path: Path) -> None:
+    """Synchronous training continues at the next sample, and asynchronous islands continue from there."""
+    done = together("train.steps=6", "strategy.local_steps=3")
+    saved = store.path_of(done.run.checkpoints, 12)
+    more = ("train.steps=10", "checkpoint.every=10", f"checkpoint.resume={saved}", "metrics.sample_ids=true")
+    synchronous = train(*more, "strategy={name: zero, zero_stage: 2}", nproc=2, into=tmp_path / "zero")
+    assert [record["step"] for record in synchronous.records] == [7, 8, 9, 10]
+    whole = train("train.steps=10", "metrics.sample_ids=true", nproc=1)
+    assert [r["sample_ids"] for r in synchronous.records] == [r["sample_ids"] for r in whole.records[6:]]
+    assert synchronous.losses[0] < 0.9 * whole.losses[0]
+    islands = train(*more, "strategy={name: local_sgd, islands: 2, local_steps: 2}", nproc=2)
+    assert len(islands.losses) == 4
+    done.run.path.rename(tmp_path / "before")
+    back = store.path_of(synchronous.run.checkpoints, 10)
+    again = together("train.steps=16", "strategy.local_steps=2", "checkpoint.every=2", f"checkpoint.resume={back}")
+    assert again.code == 0, again.said
+    assert [record["step"] for record in again.records] == list(range(21, 33))

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from toolkit.checkpoints import element_runs
+from toolkit.plans.exchange import Exchange, Rhythm, exchange_of
 from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import WEIGHT, Fragment
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.islands.engine import OuterStep
-from toolkit.runtime.islands.quantize import BLOCK, QuantizedMean, pack, unpack
+from toolkit.runtime.islands.outer_step import OuterStep
+from toolkit.runtime.islands.quantize import BLOCK, Encoding, QuantizedMean
 from toolkit.runtime.supervision.warm_pool import call_on_ranks
 
 SIZE, ROUNDS = 1000, 6
@@ -42,7 +43,7 @@ def trained(outer: Outer, islands: int, dp: int) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     mesh = Mesh(Plan(strategy="local_sgd", islands=islands, dp=dp, local_steps=2), rank, islands * dp)
     state = Weights()
-    exchange = OuterStep(state, mesh, outer)  # type: ignore[arg-type]
+    exchange = OuterStep(state, mesh, outer, exchange_of(outer, False, 2))  # type: ignore[arg-type]
     seen = []
     for number in range(ROUNDS):
         state.tensor.sub_(change(mesh.island, number))
@@ -57,7 +58,8 @@ def caught_up(islands: int) -> list[torch.Tensor]:
     rank = torch.distributed.get_rank()
     mesh = Mesh(Plan(strategy="local_sgd", islands=islands, local_steps=2), rank, islands)
     state = Weights()
-    exchange = OuterStep(state, mesh, Outer(mode="overlap", delay_steps=1))  # type: ignore[arg-type]
+    outer = Outer(mode="overlap", delay_steps=1)
+    exchange = OuterStep(state, mesh, outer, exchange_of(outer, False, 2))  # type: ignore[arg-type]
     seen = []
     for number in range(ROUNDS):
         state.tensor.sub_(change(mesh.island, number))
@@ -109,30 +111,108 @@ def test_momentum_moves_a_round_late() -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packing_is_within_half_a_level(bits: int) -> None:
     values = torch.randn(8 * BLOCK) * torch.logspace(-3, 3, 8).repeat_interleave(BLOCK)
-    packed = pack(values, bits)
+    encoding = Encoding(bits)
+    packed = encoding.pack(values)
     assert packed.dtype is torch.uint8
     num_bytes = values.numel() * bits // 8 + values.numel() // BLOCK * 4  # the numbers, and an fp32 scale per block
-    assert packed.numel() == num_bytes
+    assert packed.numel() == num_bytes == encoding.num_bytes(values.numel())
     levels = values.view(-1, BLOCK).abs().amax(dim=1) / (2 ** (bits - 1) - 1)
-    assert ((unpack(packed, values.numel(), bits) - values).view(-1, BLOCK).abs().amax(dim=1) <= levels * 0.501).all()
-    assert not unpack(pack(torch.zeros(BLOCK), bits), BLOCK, bits).any()
+    wrong = (encoding.unpack(packed, values.numel()) - values).view(-1, BLOCK).abs().amax(dim=1)
+    assert (wrong <= levels * 0.501).all()
+    assert not encoding.unpack(encoding.pack(torch.zeros(BLOCK)), BLOCK).any()
 
 
-def repeated_mean(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+@pytest.mark.parametrize(("density", "fewer", "lost"), [(1.0, 15.0, 0.14), (0.25, 12.0, 0.33), (0.05, 53.0, 0.76)])
+def test_two_bits_keep_signs_and_sizes(density: float, fewer: float, lost: float) -> None:
+    """Of normal numbers: bytes on the link against fp32, and the share of the square norm that is left for later."""
+    values, encoding = torch.randn(40 * BLOCK + 17) * 3e-4, Encoding(2, density)
+    packed = encoding.pack(values)
+    assert packed.numel() == encoding.num_bytes(values.numel())
+    assert 4 * values.numel() / packed.numel() > 0.97 * fewer  # the last block is padded
+    found = encoding.unpack(packed, values.numel())
+    assert float((found - values).square().sum() / values.square().sum()) < lost
+    assert (found * values >= 0).all()
+    sent = (found != 0).view(-1)[: 40 * BLOCK].view(-1, BLOCK)
+    assert (sent.sum(dim=1) == encoding.kept).all()
+    for block, row in zip(values[: 40 * BLOCK].view(-1, BLOCK).abs(), sent, strict=True):
+        assert block[row].min() >= block[~row].max() if density < 1 else True
+    assert not encoding.unpack(encoding.pack(torch.zeros(BLOCK)), BLOCK).any()
+
+
+def repeated_mean(encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
     """As a rank: the sum over rounds of means, and what is owed yet."""
     rank, error, total = torch.distributed.get_rank(), torch.zeros(SIZE), torch.zeros(SIZE)
-    mean = QuantizedMean(bits, torch.distributed.group.WORLD, error)
+    mean = QuantizedMean(torch.distributed.group.WORLD)
     for number in range(ROUNDS):
-        total += mean.mean(change(rank, number))
+        total += mean.mean(change(rank, number), error, encoding)
     return total, error
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_what_rounding_takes_is_given_back(bits: int) -> None:
-    found = call_on_ranks(repeated_mean, bits, nproc=3)
-    expected = sum(mean_change(3, number) for number in range(ROUNDS))
+@pytest.mark.parametrize("encoding", [Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.1)])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_rounding_takes_is_given_back(encoding: Encoding, ranks: int) -> None:
+    """Two ranks send each other everything; three compute the mean in parts, which are rounded again."""
+    found = call_on_ranks(repeated_mean, encoding, nproc=ranks)
+    expected = sum(mean_change(ranks, number) for number in range(ROUNDS))
     owed = torch.stack([error for _, error in found]).mean(dim=0)
     for total, _ in found:
         assert torch.equal(total, found[0][0])
         assert not torch.allclose(total, expected, atol=1e-4)  # it was rounded
         assert torch.allclose(total + owed, expected, atol=1e-4)  # and nothing is lost
+
+
+def streamed(exchange: Exchange, then: Exchange | None) -> tuple[list[torch.Tensor], int]:
+    """As a rank: a change per step, in a rhythm, and in another one from the middle on; all settled at the end."""
+    rank = torch.distributed.get_rank()
+    state, mesh = Weights(), Mesh(Plan(strategy="local_sgd", islands=2, local_steps=4), rank, 2)
+    outer = OuterStep(state, mesh, Outer(mode="overlap"), exchange)  # type: ignore[arg-type]
+    seen = []
+    for number in range(1, 13):
+        state.tensor.sub_(change(rank, number))
+        outer.after_step(number)
+        seen.append(state.tensor.clone())
+        if number == 7 and then is not None:
+            outer.follow(then.first())
+    outer.drain()
+    return [*seen, state.tensor.clone()], outer.use.sent_bytes
+
+
+STREAM = Exchange(local_steps=4, fragments=4, hidden=True)
+
+
+@pytest.mark.parametrize("then", [None, Exchange(local_steps=6, fragments=2, hidden=True)])
+def test_fragments_in_turn_count_every_change_once(then: Exchange | None) -> None:
+    """A fragment is exchanged every 4 steps and applied a step late; another rhythm in between loses nothing."""
+    expected = -sum(mean_change(2, number) for number in range(1, 13))
+    (first, sent), (second, _) = call_on_ranks(streamed, STREAM, then, nproc=2)
+    for places in (first, second):
+        assert torch.allclose(places[-1], expected, atol=1e-5)
+    quarter = slice(BLOCK, 2 * BLOCK)  # the second fragment: sent after step 1, applied after step 2
+    early = -mean_change(2, 1)[quarter] - change(0, 2)[quarter]
+    assert torch.allclose(first[1][quarter], early, atol=1e-5)
+    assert not torch.allclose(first[1][:BLOCK], -mean_change(2, 1)[:BLOCK] - change(0, 2)[:BLOCK], atol=1e-3)
+    if then is None:  # 12 fragments in turn, and at the end the three that were not sent after the last step
+        assert sent == pytest.approx(4 * (3 * SIZE + SIZE * 3 / 4), rel=0.05)
+
+
+def test_few_bits_and_fragments_lose_nothing() -> None:
+    exchange = Exchange(local_steps=4, fragments=2, bits=2, hidden=True)
+    (first, sent), (second, _) = call_on_ranks(streamed, exchange, None, nproc=2)
+    assert torch.equal(first[-1], second[-1])
+    assert sent < 4 * SIZE * 4 / 12
+
+
+def test_a_rhythm_fills_the_link_and_not_more() -> None:
+    """Bits are saved first, then exchanges; everything follows the link."""
+    auto = Exchange(local_steps=None, fragments=None, bits=None, hidden=True)
+    assert auto.first() == Rhythm(4, 4, 2, 1)
+    assert auto.chosen(fp32_seconds=0.5, step_seconds=1.0) == Rhythm(1, 1, 32, 1)
+    assert auto.chosen(fp32_seconds=3.0, step_seconds=1.0) == Rhythm(1, 1, 8, 1)
+    assert auto.chosen(fp32_seconds=10.0, step_seconds=1.0) == Rhythm(1, 1, 2, 1)
+    assert auto.chosen(fp32_seconds=70.0, step_seconds=1.0) == Rhythm(6, 6, 2, 1)
+    assert auto.chosen(fp32_seconds=700.0, step_seconds=1.0) == Rhythm(64, 16, 2, 4)
+    assert auto.chosen(fp32_seconds=1e9, step_seconds=1.0).local_steps == 128
+    few_bits = Exchange(local_steps=8, fragments=1, bits=None, hidden=True)
+    assert few_bits.chosen(fp32_seconds=20.0, step_seconds=1.0) == Rhythm(8, 1, 8, 8)
+    steps = Exchange(local_steps=None, fragments=2, bits=8, hidden=True)
+    assert steps.chosen(fp32_seconds=9.0, step_seconds=1.0) == Rhythm(4, 2, 8, 2)

@@ -18,11 +18,13 @@ import httpx
 import pytest
 import torch
 
+from toolkit.checkpoints.element_runs import flat
 from toolkit.cli import main
 from toolkit.errors import BadInput, RankFailed
 from toolkit.run_dir.async_islands import Membership, parse_address
-from toolkit.runtime.islands.async_store import Update, UpdateStore
-from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
+from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
+from toolkit.runtime.islands.flat_masters import Layout
+from toolkit.runtime.islands.quantize import Encoding, ErrorFeedbackCodec
 from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import (
     ISLANDS_KEY,
@@ -158,6 +160,24 @@ def test_values_that_are_not_signed_do_not_exist(place: tuple[str, Path]) -> Non
     assert store.number("count", 1) == 1, "what is not signed makes room"
 
 
+def test_encrypted_values_are_read_by_islands_only(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", ["127.0.0.1"], encrypts=True)
+    key = read_key(tmp_path / "keys" / ISLANDS_KEY)
+    assert key.encrypts
+    assert key.certificate.startswith("-----BEGIN CERTIFICATE")
+    transport = open_transport((tmp_path / "store").as_uri(), key, 5.0)
+    store = SignedStore(transport, key)
+    store.write("own", "plain words")
+    store.put("empty", b"")
+    sealed = transport.get("own")
+    assert sealed is not None
+    assert b"plain" not in sealed
+    assert (store.read("own"), store.get("empty")) == ("plain words", b"")
+    transport.put("moved", sealed)
+    assert store.read("moved") is None
+    assert store.number("count", 2) == 2
+
+
 def test_an_older_value_that_is_put_back_is_ignored(place: tuple[str, Path]) -> None:
     store, stranger = connected(place), raw(place)
     store.write("beat", 1)
@@ -183,35 +203,49 @@ def test_another_secret_reads_and_writes_nothing(place: tuple[str, Path], tmp_pa
 
 
 def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> None:
-    def member(island: int, rank: int) -> UpdateStore:
-        return UpdateStore(Membership(place[0], str(place[1]), island, 2), rank, 2)
+    """An island of two ranks writes, one of a single rank reads both parts."""
 
-    codec = ErrorFeedbackCodec(8, torch.zeros(1000))
-    content = codec.pack(torch.randn(1000))
-    for rank in range(2):
+    def member(island: int, rank: int) -> UpdateStore:
+        return UpdateStore(Membership(place[0], str(place[1]), island, 2), rank, 2 - island)
+
+    encoding, whole = Encoding(8), Layout(2000, (("w", flat(0, 1999)),))  # with padding
+    codec = ErrorFeedbackCodec(encoding, torch.zeros(1000))
+    contents = [codec.pack(torch.randn(1000)) for _ in range(2)]
+    for rank, content in enumerate(contents):
         assert member(0, 0).num_updates(0) == 0
-        member(0, rank).publish(Update(0, 0, 5, 0.5, content), incarnation=1)
-    reader = member(1, 1)
+        member(0, rank).put_layout(1, Layout(1000, (("w", flat(1000 * rank, min(1000 * rank + 1000, 1999))),)))
+        member(0, rank).publish(Update(0, 0, 5, 0.5, (Piece(1000, content),)), incarnation=1)
+    reader = member(1, 0)
     assert reader.num_updates(0) == 1
-    found = reader.fetch(0, 0, codec.num_bytes)
+    found = reader.fetch(0, 0, whole, encoding)
     assert (found.round, found.weight, found.problem) == (5, 0.5, "")
-    assert torch.equal(found.content, content)
-    assert "signed bytes" in reader.fetch(0, 0, codec.num_bytes + 1).problem
-    assert "head" in reader.fetch(0, 1, codec.num_bytes).problem
+    change = torch.zeros(2000)
+    for piece in found.pieces:
+        piece.copy_into(change, encoding.unpack(piece.content, piece.size))
+    expected = torch.cat([encoding.unpack(content, 1000) for content in contents])
+    assert torch.equal(change[:1999], expected[:1999])
+    assert "signed bytes" in reader.fetch(0, 0, whole, Encoding(4)).problem
+    assert "head" in reader.fetch(0, 1, whole, encoding).problem
+    larger = Layout(3000, (("w", flat(0, 3000)),))
+    assert "1999 of the 3000" in member(1, 0).fetch(0, 0, larger, encoding).problem
     member(0, 1).drop([0])
-    assert "signed bytes" in reader.fetch(0, 0, codec.num_bytes).problem
+    assert "signed bytes" in reader.fetch(0, 0, whole, encoding).problem
     for head in ([1], ["1", 1, 1], [1, float("inf"), 1], {"round": 1}):
         reader.write("update/0/7/head", head)
-        assert "malformed" in reader.fetch(0, 7, codec.num_bytes).problem
+        assert "malformed" in reader.fetch(0, 7, whole, encoding).problem
+    member(0, 0).write("layout/0/2/0", [1, "nonsense"])
+    reader.write("update/0/8/head", [1, 1.0, 2])
+    assert "layout" in reader.fetch(0, 8, whole, encoding).problem
 
 
-@pytest.mark.parametrize("bits", [32, 8, 4])
-def test_damaged_changes_are_named(bits: int) -> None:
-    codec = ErrorFeedbackCodec(bits, torch.zeros(1000))
+@pytest.mark.parametrize("encoding", [Encoding(), Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.05)])
+def test_damaged_changes_are_named(encoding: Encoding) -> None:
+    codec = ErrorFeedbackCodec(encoding, torch.zeros(1000))
     content = codec.pack(torch.randn(1000))
     assert codec.problem(content) == ""
     assert "bytes" in codec.problem(content[:-1])
-    content[-4:] = torch.tensor([float("nan")]).view(torch.uint8)
+    scale = content.numel() - (encoding.kept * 4 if encoding.density < 1 else 0)  # places come last
+    content[scale - 4 : scale] = torch.tensor([float("nan")]).view(torch.uint8)
     assert "NaN" in codec.problem(content)
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from toolkit.checkpoints import store
 from toolkit.checkpoints.format import MANIFEST, step_of
 from toolkit.errors import BadInput, Problem
 from toolkit.recipe.sections import Checkpoint, Recipe
-from toolkit.run_dir.async_islands import BELOW
+from toolkit.run_dir.async_islands import BELOW, ROUND_SAMPLES, RUN_SAMPLES, CompletedRounds
 from toolkit.runtime.checkpoint import reader as checkpoint_reader
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.checkpoint.reader import Reader
@@ -83,11 +83,42 @@ def resume(
             f"with seed {saved['data']['seed']}, so the next sample is not defined; restore data and train.seed"
         )
         problems.append(Problem("data", what))
-    if BELOW in saved["counters"] and BELOW not in state.counters():
-        what = "made by asynchronous islands (train.outer.mode async): resume with them, or export it and "
-        problems.append(Problem("checkpoint.resume", f"{what}start from model.path"))
+    rounds, here = saved["counters"], state.counters()
+    if BELOW in rounds and BELOW not in here and ROUND_SAMPLES not in rounds:
+        what = "made by asynchronous islands of an earlier version, which did not note the samples of a round: "
+        problems.append(Problem("checkpoint.resume", f"{what}resume with them, or export it and start from model.path"))
+    if BELOW in rounds and BELOW in here and rounds.get(ROUND_SAMPLES, here[ROUND_SAMPLES]) != here[ROUND_SAMPLES]:
+        what = f"rounds of {here[ROUND_SAMPLES]:g} samples; the checkpoint counts rounds of {rounds[ROUND_SAMPLES]:g}: "
+        problems.append(Problem("strategy.local_steps", f"{what}restore local_steps, islands and train.global_batch"))
     if problems:
         raise BadInput(str(reader.path), problems)
     checkpoint_reader.load(reader, state, world.rank)
-    step = int(saved["step"])
-    return step, order.moved(step, int(saved["samples"]))
+    step, position = int(saved["step"]), int(saved["samples"])
+    if BELOW in rounds and BELOW not in here:
+        position = _used_samples(rounds)
+        step = order.batches.steps_for(position)
+        step -= order.batches.before(step) > position
+        state.set_counters({**state.counters(), "scheduler_steps": step})
+    elif BELOW in here and BELOW not in rounds:
+        done = position // int(here[ROUND_SAMPLES])
+        state.set_counters({**state.counters(), BELOW: done})
+    return step, order.moved(step, position)
+
+
+def _used_samples(counters: Mapping[str, float]) -> int:
+    """Samples of the rounds that asynchronous islands have completed without a gap."""
+    done = CompletedRounds.of(counters)
+    return min(done.below * int(counters[ROUND_SAMPLES]), int(counters[RUN_SAMPLES]))
+
+
+def crossing_note(reader: Reader, state: Stateful) -> str:
+    """What to know if a run between asynchronous islands and another strategy resumes; empty if nothing is repeated."""
+    saved, here = reader.state["counters"], state.counters()
+    if BELOW in saved and BELOW not in here and (beyond := CompletedRounds.of(saved).beyond):
+        return (
+            f"the checkpoint of asynchronous islands has a gap: {len(beyond)} rounds after round "
+            f"{CompletedRounds.of(saved).below} are in its weights already, and their samples are used again"
+        )
+    if BELOW in here and BELOW not in saved and (rest := int(reader.state["samples"]) % int(here[ROUND_SAMPLES])):
+        return f"asynchronous islands begin with a whole round: the checkpoint's last {rest} samples are used again"
+    return ""

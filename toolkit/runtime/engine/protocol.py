@@ -82,6 +82,8 @@ class StepResult:
     """Whether the update was skipped because gradients overflowed."""
     loss_scale: float | None = None
     """Loss scale of fp16 for the next step; None in other precisions."""
+    exchange: Mapping[str, float] | None = None
+    """How islands exchange, and what this rank's exchanges have sent and cost so far."""
     own_nonfinite: torch.Tensor | None = None
     """Passes in which this rank turned finite values into NaN or infinity; read only after a bad step."""
 

@@ -10,8 +10,9 @@ faster islands do more rounds.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,18 @@ import torch.distributed
 
 from toolkit.errors import LossNotFinite, RankFailed
 from toolkit.recipe.batch_sections import Outer
-from toolkit.run_dir.async_islands import Membership
+from toolkit.run_dir.async_islands import ROUND_SAMPLES, RUN_SAMPLES, Membership
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_join import Joined, join, next_round
-from toolkit.runtime.islands.async_store import Snapshot, Update, UpdateStore
+from toolkit.runtime.islands.async_join import Claims, Joined, Limits, ask_to_redo, join
+from toolkit.runtime.islands.async_store import Piece, Snapshot, Update, UpdateStore
 from toolkit.runtime.islands.async_transfer import BackgroundTransfer
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 from toolkit.runtime.islands.flat_masters import FlatMasters
-from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
+from toolkit.runtime.islands.quantize import Encoding, ErrorFeedbackCodec
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -57,25 +58,33 @@ class AsyncIslandEngine:
     def __init__(
         self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, membership: Membership, total_steps: int
     ) -> None:
-        self._inner, self._mesh, self._outer, self._membership = inner, mesh, outer, membership
+        self._inner, self._mesh, self._membership = inner, mesh, membership
         self._island = membership.island
         self._total_steps, self._round_steps = total_steps, mesh.plan.local_steps
         self._num_rounds = -(-total_steps // self._round_steps)
+        self._limits = Limits(membership.island, self._num_rounds, outer.max_staleness)
         self._clock: Clock = NoClock()
         self._is_first_rank = mesh.data == 0
         # A gloo group of its own, over host memory: the ranks of an island agree while the device computes.
         self._group = torch.distributed.new_group(backend="gloo") if mesh.plan.dp > 1 else None
         self._store = UpdateStore(membership, mesh.data, mesh.plan.dp)
         self._masters = FlatMasters(inner.state, mesh)
-        self._codec = ErrorFeedbackCodec(outer.bits, self._masters.part())
-        self._state = AsyncIslandState(inner.state, self._masters, self._codec)
-        self.dropped = [0] * membership.islands
-        """Updates of each island that were not applied because a check failed."""
-        self._dropped_rounds: set[int] = set()
-        self._run_is_over = False
+        self._codec = ErrorFeedbackCodec(Encoding(int(outer.bits), outer.density), self._masters.part())
+        batch = mesh.plan.global_batch
+        samples = {ROUND_SAMPLES: self._round_steps * batch, RUN_SAMPLES: total_steps * batch}
+        self._state = AsyncIslandState(inner.state, self._masters, self._codec, samples)
+        self._dropped: Counter[int] = Counter()
+        """Island → its updates that were not applied because a check failed."""
+        self._staleness = 0
+        """Updates of other islands that were applied at the end of the last round."""
+        self.came_too_late = False
+        """Whether all steps were done before this island had joined: its own weights are not those of the run."""
         self._rounds_done = 0
         self._round = 0
+        self._is_open = False
+        """Whether the round was claimed but its change is not published yet."""
         self._joined: Joined
+        self._claims: Claims
         self._transfer: BackgroundTransfer
 
     @property
@@ -116,24 +125,55 @@ class AsyncIslandEngine:
         if done % self._round_steps == 0 or done == self._total_steps:
             with part(self._clock, "grad_sync"):
                 self._finish_round()
-        return result
+        return replace(result, exchange=self._figures())
+
+    @torch.no_grad()
+    def hand_back(self) -> None:
+        """Leave: give up the round in progress, which another island does, and send what is queued. Collective."""
+        if self._is_open:
+            self._is_open = False
+            self._masters.write(self._state.shared)
+            self._agree(self._return_round)
+        self._transfer.flush()
+
+    def _return_round(self) -> None:
+        self._store.write(f"open/{self._island}", None)  # first, so that this island does not claim it again
+        ask_to_redo(self._store, self._round)
+        print(f"round {self._round} is handed back: another island does it", flush=True)
+
+    def _figures(self) -> dict[str, float]:
+        """Rounds, staleness and traffic of this island so far; updates and values of others that were not applied."""
+        transfer = self._transfer
+        found: dict[str, float] = {
+            "island": self._island,
+            "islands": sum(transfer.alive(i) for i in range(transfer.num_islands)),
+            "rounds": self._rounds_done,
+            "staleness": self._staleness,
+            "sent_bytes": transfer.sent_bytes,
+            "received_bytes": transfer.received_bytes,
+            "busy_seconds": transfer.busy_seconds,
+        }
+        found |= {f"dropped_updates_of_{island}": count for island, count in sorted(self._dropped.items())}
+        rejected = transfer.rejected() + self._store.rejected()
+        return found | {f"rejected_values_of_{_name(island)}": count for island, count in sorted(rejected.items())}
 
     def rounds(self, waits: Waits) -> Iterator[range]:
         """Steps to train, one round at a time, until all islands together have done all, or a stop is requested."""
-        joined = join(self._store, self._membership, self._state, self._agree, self._all, waits.tick)
-        if joined is None:
-            self._run_is_over = True
-            return
-        self._joined = joined
-        if self._is_first_rank:
-            self._store.send_beat(time.time_ns())  # alive before it claims anything
         self._transfer = BackgroundTransfer(
-            self._membership, self._mesh.data, self._mesh.plan.dp, joined.seen,
-            own_until=joined.own_updates, num_bytes=self._codec.num_bytes,
-        )  # fmt: skip
+            self._membership, self._mesh.data, self._mesh.plan.dp, self._state.layout, self._codec.encoding
+        )
         try:
+            joined = join(self._store, self._membership, self._state, self._agree, self._all, waits.tick)
+            if joined is None:
+                self.came_too_late = True
+                return
+            self._joined = joined
+            self._claims = Claims(self._store, joined, self._transfer, self._state, self._limits)
+            if self._is_first_rank:
+                self._store.send_beat(time.time_ns())  # alive before it claims anything
+            self._transfer.start(joined.seen, joined.own_updates)
             while (number := self._next_round(waits)) is not None:
-                self._round = number
+                self._round, self._is_open = number, True
                 begin = number * self._round_steps
                 self._inner.state.set_counters({**self._inner.state.counters(), "scheduler_steps": begin})
                 yield range(begin, min(begin + self._round_steps, self._total_steps))
@@ -149,83 +189,18 @@ class AsyncIslandEngine:
     @property
     def complete(self) -> bool:
         """Whether all islands together have done all steps."""
-        return self._run_is_over or len(self._state.completed) == self._num_rounds
+        return self.came_too_late or len(self._state.completed) == self._num_rounds
 
     def _next_round(self, waits: Waits) -> int | None:
         """The round to do next; None if none is left or a stop was requested."""
         while True:
-            found = self._agree(lambda: "stop" if waits.stopping() else self._claim())
+            found = self._agree(lambda: "stop" if waits.stopping() else self._claims.next(self._rounds_done))
             if found == "wait":
                 self._merge(None)
                 time.sleep(POLL_SECONDS)
                 waits.tick()
                 continue
             return found if isinstance(found, int) else None
-
-    def _claim(self) -> int | str:
-        """Claim a round: its number, `wait` or `end`. Called on the island's first rank."""
-        store, own, completed = self._store, self._island, self._state.completed
-        if self._joined.seen[own] < self._joined.own_updates or self._too_far_ahead():
-            return "wait"
-        if len(completed) == self._num_rounds:
-            return "end"
-        unfinished = store.read(f"open/{own}")
-        if self._rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
-            return int(unfinished)  # an earlier incarnation of this island had claimed it
-        if store.number("redo/taken") < store.number("redo/count"):
-            number = self._redo(store.number("redo/taken", 1) - 1)
-        else:
-            number = next_round(store, 1) - 1
-        if number >= self._num_rounds:
-            number = next((orphan for orphan in self._orphans() if self._take_over(orphan)), -1)
-        if number < 0:
-            return "wait"
-        store.write(f"base/{own}", self._total_updates())
-        store.write(f"open/{own}", number)
-        return number
-
-    def _redo(self, index: int) -> int:
-        """The round of a request to do one again; its number is written just after the request is counted."""
-        while (number := self._store.read(f"redo/{index}")) is None:
-            time.sleep(POLL_SECONDS)
-        return int(number)
-
-    def _take_over(self, number: int) -> bool:
-        """Claim a round that an earlier incarnation or a lost island did not finish; False if another island has it."""
-        taker = self._store.read(f"taker/{number}")
-        taken = taker is not None and taker[0] != self._island and self._transfer.alive(taker[0])
-        if number in self._state.completed or taken or not self._store.first(f"again/{number}/{taker}"):
-            return False
-        self._store.write(f"taker/{number}", self._self)
-        return True
-
-    @property
-    def _self(self) -> list[int]:
-        return [self._island, self._joined.incarnation]
-
-    def _orphans(self) -> list[int]:
-        """Unfinished rounds of islands that have left, and rounds whose updates were dropped."""
-        others = [island for island in range(self._membership.islands) if island != self._island]
-        left = [i for i in others if self._transfer.has_left(i, self._store.beat(i))]
-        found = {self._store.read(f"open/{island}") for island in left}
-        in_work = {self._store.read(f"open/{island}") for island in others if island not in left}
-        found |= self._dropped_rounds - in_work
-        return sorted(number for number in found if number is not None and number not in self._state.completed)
-
-    def _total_updates(self) -> int:
-        return sum(self._store.num_updates(island) for island in range(self._membership.islands))
-
-    def _too_far_ahead(self) -> bool:
-        """Whether a live island would fall behind by more updates than `max_staleness` allows."""
-        for island in range(self._membership.islands):
-            if island == self._island or not self._transfer.alive(island):
-                continue
-            number = self._store.read(f"open/{island}")
-            base = self._store.read(f"base/{island}", 0)
-            is_training = number is not None and number not in self._state.completed
-            if is_training and self._total_updates() - base >= self._outer.max_staleness:
-                return True
-        return False
 
     @torch.no_grad()
     def _finish_round(self) -> None:
@@ -234,28 +209,33 @@ class AsyncIslandEngine:
             raise LossNotFinite(f"island {self._island} has NaN or infinite weights; no update was published")
         self._rounds_done += 1
         self._merge(change)
+        self._is_open = False
 
     @torch.no_grad()
     def _merge(self, own: torch.Tensor | None) -> None:
         """Apply the updates that have arrived, and publish this island's own change. Collective over the island."""
-        state, seen = self._state, self._joined.seen
-        arrived = self._transfer.take(self._smallest(self._transfer.waiting()))
+        state = self._state
+        islands = self._smallest([self._transfer.num_islands])[0]  # ranks may not have heard of the newest one yet
+        arrived = self._transfer.take(self._smallest(self._transfer.waiting()[:islands]))
         updates = self._accepted(arrived)
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         shared = state.shared
         for update in updates:
-            shared = shared - update.weight * self._codec.unpack(update.content)
+            shared = shared - update.weight * self._change(update)
             state.completed.add(update.round)
         for update in arrived:
-            seen[update.island] += 1
+            self._joined.add(update.island)
         if own is not None:
             content = self._codec.pack(own)
             shared = shared - weight * self._codec.unpack(content)
             state.completed.add(self._round)
-            update = Update(self._island, self._serial(), self._round, weight, content)
+            piece = Piece(own.numel(), content)
+            update = Update(self._island, self._serial(), self._round, weight, (piece,))
             self._transfer.send(partial(UpdateStore.publish, update=update, incarnation=self._joined.incarnation))
+            self._transfer.sent_bytes += content.numel()
+            self._staleness = sum(one.island != self._island for one in updates)
             self._joined.sent += 1
-            seen[self._island] += 1
+            self._joined.add(self._island)
         if own is not None or updates:
             state.shared = shared
             self._masters.write(shared)
@@ -275,11 +255,11 @@ class AsyncIslandEngine:
                 accepted.append(update)
                 rounds.add(update.round)
                 continue
-            self.dropped[update.island] += 1
+            self._dropped[update.island] += 1
             if problem:
                 print(f"update {update.serial} of island {update.island} is dropped: {problem}", flush=True)
             if 0 <= update.round < self._num_rounds:
-                self._dropped_rounds.add(update.round)
+                self._claims.dropped_rounds.add(update.round)
         return accepted
 
     def _problem(self, update: Update, rounds: set[int]) -> str:
@@ -290,7 +270,15 @@ class AsyncIslandEngine:
             return f"round {update.round} is done already"
         if not 0 < update.weight <= 1:
             return f"its weight is {update.weight}; more than 0 and at most 1 is required"
-        return self._codec.problem(update.content)
+        found = (self._codec.problem(piece.content, piece.size) for piece in update.pieces)
+        return next((problem for problem in found if problem), "")
+
+    def _change(self, update: Update) -> torch.Tensor:
+        """The numbers of this rank's part in an update."""
+        change = torch.zeros_like(self._state.shared)
+        for piece in update.pieces:
+            piece.copy_into(change, self._codec.encoding.unpack(piece.content, piece.size))
+        return change
 
     def _all(self, condition: bool) -> bool:
         """Whether a condition holds on all ranks of the island. Collective over the island."""
@@ -305,14 +293,15 @@ class AsyncIslandEngine:
         Called on the island's first rank.
         """
         store, own = self._store, self._island
-        others = [i for i in range(self._membership.islands) if i != own and self._transfer.alive(i)]
+        everyone = [i for i in range(self._transfer.num_islands) if i != own]
+        others = [i for i in everyone if self._transfer.alive(i)]
         behind = sum(update.island != own for update in updates)
         if self._rounds_done <= 1:
             behind = max(behind, len(others))  # the others' first updates have not arrived yet
-        if publishes and store.read(f"taker/{self._round}", self._self) != self._self:
+        if publishes and not self._claims.holds(self._round):
             raise RankFailed(f"island {own} was away so long that another island redid its round; start it again")
-        seen = [store.read(f"seen/{island}") for island in others]
-        known = min([row[own] for row in seen if row], default=self._serial())
+        rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.present(island)]
+        known = min([(row[own : own + 1] or [0])[0] for row in rows if row is not None], default=self._serial())
         wanted = store.number("want/count")
         requests = [
             i
@@ -326,7 +315,7 @@ class AsyncIslandEngine:
         """Send requested snapshots, report which updates this island has, drop its updates that all others have."""
         state, joined = self._state, self._joined
         for request in requests:
-            snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared.view(torch.uint8))
+            snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared, joined.incarnation)
             self._transfer.send(partial(UpdateStore.put_snapshot, request=request, snapshot=snapshot))
         if self._is_first_rank:
             self._store.write(f"seen/{self._island}", joined.seen)
@@ -354,3 +343,8 @@ class AsyncIslandEngine:
         if "error" in answer:
             raise RankFailed(answer["error"])
         return answer["found"]
+
+
+def _name(island: int) -> str:
+    """An island in the name of a figure."""
+    return str(island) if island >= 0 else "nobody"

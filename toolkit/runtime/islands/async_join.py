@@ -1,17 +1,16 @@
-"""How an island joins: as founder, with the others at the start, or into a run in progress."""
+"""How an island joins (as founder, with the others at the start, or into a run in progress), and claims rounds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
 
 from toolkit.run_dir.async_islands import CompletedRounds, Membership
 from toolkit.runtime.islands.async_store import UpdateStore
-from toolkit.runtime.islands.async_transfer import DEAD_SECONDS
+from toolkit.runtime.islands.async_transfer import DEAD_SECONDS, BackgroundTransfer
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 
 POLL_SECONDS = 0.1
@@ -38,6 +37,15 @@ class Joined:
     dropped: int = 0
     """Its updates with smaller serial numbers were removed from the store."""
 
+    def count(self, island: int) -> int:
+        """Updates of an island that are part of the state; islands that are not listed yet have none."""
+        return self.seen[island] if island < len(self.seen) else 0
+
+    def add(self, island: int) -> None:
+        """Count one more update of an island."""
+        self.seen += [0] * (island + 1 - len(self.seen))
+        self.seen[island] += 1
+
 
 def join(
     store: UpdateStore,
@@ -53,6 +61,7 @@ def join(
     """
     own = membership.island
     incarnation = agree(lambda: store.number(f"joined/{own}", 1))
+    store.put_layout(incarnation, state.layout)
     protocol = JoinProtocol(store, membership, incarnation, state.completed)
     while True:
         decision = agree(protocol.next)
@@ -63,18 +72,17 @@ def join(
         if decision == "over":
             return None
         if isinstance(decision, int):
-            snapshot = store.take_snapshot(decision, state.shared.numel() * state.shared.element_size())
+            snapshot = store.read_snapshot(decision, state.layout)
             if not agree_all(snapshot is not None):
                 protocol.ask_again()
                 continue
             assert snapshot is not None
-            state.adopt(snapshot.content.view(torch.float32), CompletedRounds.of(snapshot.counters))
+            agree(partial(store.remove_snapshot, decision))
+            state.adopt(snapshot.weights, CompletedRounds.of(snapshot.counters))
             published = agree(lambda: store.num_updates(own))
             return Joined(incarnation, snapshot.seen, published, dropped=published)
         seen, published = agree(lambda: (protocol.num_updates(), store.num_updates(own)))
-        return Joined(
-            incarnation, [0] * membership.islands if decision == "fresh" else seen, published, dropped=published
-        )
+        return Joined(incarnation, [0] * len(seen) if decision == "fresh" else seen, published, dropped=published)
 
 
 def next_round(store: UpdateStore, plus: int = 0) -> int:
@@ -101,7 +109,7 @@ class JoinProtocol:
 
     def num_updates(self) -> list[int]:
         """Number of published updates of every island."""
-        return [self._store.num_updates(island) for island in range(self._membership.islands)]
+        return [self._store.num_updates(island) for island in range(self._store.num_islands())]
 
     def next(self) -> str | int:
         """`wait`, `over`, `fresh`, `founded`, or the number of a snapshot request that was answered."""
@@ -117,10 +125,12 @@ class JoinProtocol:
             and self._request is None
             and not store.read("first_round", 0)
         ):
-            store.write(f"seen/{own}", [0] * self._membership.islands)  # written first: from here on nothing is dropped
+            store.write(f"seen/{own}", [])  # written first: from here on nothing is dropped
             if not sum(self.num_updates()):
                 return "fresh"
         if self._request is None:
+            if store.read(f"seen/{own}") is None:
+                store.write(f"seen/{own}", [])  # from here on nothing is dropped
             self._request = store.number("want/count", 1) - 1
             store.write(f"want/{self._request}", own)
         if store.has_snapshot(self._request):
@@ -154,7 +164,104 @@ class JoinProtocol:
 
     def _all_are_silent(self) -> bool:
         """Whether no island's heartbeat has moved for `DEAD_SECONDS`."""
-        beats = [self._store.beat(island) for island in range(self._membership.islands)]
+        beats = [self._store.beat(island) for island in range(self._store.num_islands())]
         if beats != self._heard[0]:
             self._heard = (beats, time.monotonic())
         return time.monotonic() - self._heard[1] > DEAD_SECONDS
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds the claims of an island."""
+
+    island: int
+    num_rounds: int
+    """Rounds of the run, over all islands."""
+    max_staleness: int
+    """Rounds of others that an island may miss before they wait for it."""
+
+
+class Claims:
+    """Which round an island does next. Used on the island's first rank."""
+
+    def __init__(
+        self,
+        store: UpdateStore,
+        joined: Joined,
+        transfer: BackgroundTransfer,
+        state: AsyncIslandState,
+        limits: Limits,
+    ) -> None:
+        self._store, self._joined, self._transfer, self._state = store, joined, transfer, state
+        self._limits, self._own = limits, limits.island
+        self.dropped_rounds: set[int] = set()
+        """Rounds whose updates were dropped: somebody has to do them again."""
+
+    def next(self, rounds_done: int) -> int | str:
+        """Claim a round: its number, `wait` or `end`. `rounds_done`: by this incarnation of the island."""
+        store, own, completed = self._store, self._own, self._state.completed
+        if self._joined.count(own) < self._joined.own_updates or self._too_far_ahead():
+            return "wait"
+        if len(completed) == self._limits.num_rounds:
+            return "end"
+        unfinished = store.read(f"open/{own}")
+        if rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
+            return int(unfinished)  # an earlier incarnation of this island had claimed it
+        if store.number("redo/taken") < store.number("redo/count"):
+            number = self._redo(store.number("redo/taken", 1) - 1)
+        else:
+            number = next_round(store, 1) - 1
+        if number >= self._limits.num_rounds:
+            number = next((orphan for orphan in self._orphans() if self._take_over(orphan)), -1)
+        if number < 0:
+            return "wait"
+        store.write(f"base/{own}", self._total_updates())
+        store.write(f"open/{own}", number)
+        return number
+
+    def holds(self, number: int) -> bool:
+        """Whether a claimed round is still this island's: nobody has taken it over."""
+        return bool(self._store.read(f"taker/{number}", self._self) == self._self)
+
+    def _redo(self, index: int) -> int:
+        """The round of a request to do one again; its number is written just after the request is counted."""
+        while (number := self._store.read(f"redo/{index}")) is None:
+            time.sleep(POLL_SECONDS)
+        return int(number)
+
+    def _take_over(self, number: int) -> bool:
+        """Claim a round that an earlier incarnation or a lost island did not finish; False if another island has it."""
+        taker = self._store.read(f"taker/{number}")
+        taken = taker is not None and taker[0] != self._own and self._transfer.alive(taker[0])
+        if number in self._state.completed or taken or not self._store.first(f"again/{number}/{taker}"):
+            return False
+        self._store.write(f"taker/{number}", self._self)
+        return True
+
+    @property
+    def _self(self) -> list[int]:
+        return [self._own, self._joined.incarnation]
+
+    def _orphans(self) -> list[int]:
+        """Unfinished rounds of islands that have left, and rounds whose updates were dropped."""
+        others = [island for island in range(self._transfer.num_islands) if island != self._own]
+        left = [i for i in others if self._transfer.has_left(i, self._store.beat(i))]
+        found = {self._store.read(f"open/{island}") for island in left}
+        in_work = {self._store.read(f"open/{island}") for island in others if island not in left}
+        found |= self.dropped_rounds - in_work
+        return sorted(number for number in found if number is not None and number not in self._state.completed)
+
+    def _total_updates(self) -> int:
+        return sum(self._store.num_updates(island) for island in range(self._transfer.num_islands))
+
+    def _too_far_ahead(self) -> bool:
+        """Whether a live island would fall behind by more updates than `max_staleness` allows."""
+        for island in range(self._transfer.num_islands):
+            if island == self._own or not self._transfer.alive(island):
+                continue
+            number = self._store.read(f"open/{island}")
+            base = self._store.read(f"base/{island}", 0)
+            is_training = number is not None and number not in self._state.completed
+            if is_training and self._total_updates() - base >= self._limits.max_staleness:
+                return True
+        return False

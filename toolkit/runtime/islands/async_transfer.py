@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from toolkit.run_dir.async_islands import Membership
-from toolkit.runtime.islands.async_store import Update, UpdateStore
+from toolkit.runtime.islands.async_store import BEAT, JOINING, Update, UpdateStore
+from toolkit.runtime.islands.flat_masters import Layout
+from toolkit.runtime.islands.quantize import Encoding
 
 POLL_SECONDS = 0.05
 BEAT_SECONDS = 1.0
@@ -23,24 +27,41 @@ Task = Callable[[UpdateStore], None]
 class BackgroundTransfer:
     """One rank's threads: one runs queued tasks, one fetches updates of other islands, one sends heartbeats."""
 
-    def __init__(
-        self, membership: Membership, rank: int, ranks: int, fetched: list[int], *, own_until: int, num_bytes: int
-    ) -> None:
-        """`fetched`: number of updates of each island that are known already. `own_until`: of this island's own
-        updates, fetch only those before this serial number (of earlier incarnations); this one sends the rest itself.
-        `num_bytes`: size of this rank's shard of any update.
-        """
-        self._membership, self._own_until, self._num_bytes = membership, own_until, num_bytes
+    def __init__(self, membership: Membership, rank: int, ranks: int, layout: Layout, encoding: Encoding) -> None:
+        """`layout`: of this rank's part. `encoding`: of all updates."""
+        self._membership, self._own_until = membership, 0
+        self._layout, self._encoding = layout, encoding
         self._rank, self._ranks = rank, ranks
-        self._fetched = list(fetched)
+        self._fetched: list[int] = []
         self._outgoing: queue.Queue[Task] = queue.Queue()
         self._arrived: list[list[Update]] = [[] for _ in range(membership.islands)]
         self._failure: Exception | None = None
-        self._beats: dict[int, tuple[int, float]] = {}
-        """Newest heartbeat of each island, and when it was first seen."""
+        self._beats: dict[tuple[str, int], tuple[int, float]] = {}
+        """Newest heartbeat of each kind and island, and when it was first seen."""
+        self._kind = JOINING
         self._ended = threading.Event()
-        for work in (self._send, self._fetch, self._beat):
-            threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
+        self.sent_bytes = self.received_bytes = 0
+        """Encoded updates that this rank has sent and fetched."""
+        self.busy_seconds = 0.0
+        """Time that this rank took to send."""
+        self._stores: list[UpdateStore] = []
+        """Connections of the threads."""
+        self._start(self._send)
+        self._start(self._beat)
+
+    def start(self, fetched: list[int], own_until: int) -> None:
+        """The island has joined: fetch updates of others.
+
+        `fetched`: number of updates of each island that are known already. `own_until`: of this island's own updates,
+        fetch only those before this serial number (of earlier incarnations); this one sends the rest itself.
+        """
+        self._fetched, self._own_until, self._kind = list(fetched), own_until, BEAT
+        self._start(self._fetch)
+
+    @property
+    def num_islands(self) -> int:
+        """Islands of the run, as far as this rank knows."""
+        return len(self._arrived)
 
     def send(self, task: Task) -> None:
         """Run a task in the background, after those queued before it."""
@@ -59,19 +80,27 @@ class BackgroundTransfer:
 
     def take(self, counts: list[int]) -> list[Update]:
         """Remove and return this many fetched updates of each island, oldest first."""
-        taken = [update for updates, count in zip(self._arrived, counts, strict=True) for update in updates[:count]]
-        for updates, count in zip(self._arrived, counts, strict=True):
+        taken = [update for updates, count in zip(self._arrived, counts, strict=False) for update in updates[:count]]
+        for updates, count in zip(self._arrived, counts, strict=False):
             del updates[:count]
         return taken
 
-    def alive(self, island: int) -> bool:
+    def alive(self, island: int, kind: str = BEAT) -> bool:
         """Whether an island's heartbeat has moved within `DEAD_SECONDS`. Only the island's first rank knows."""
-        _, since = self._beats.get(island, (0, time.monotonic()))
+        _, since = self._beats.get((kind, island), (0, time.monotonic()))
         return time.monotonic() - since < DEAD_SECONDS
+
+    def present(self, island: int) -> bool:
+        """Whether an island trains, or waits to: updates are kept for it."""
+        return self.alive(island) or self.alive(island, JOINING)
 
     def has_left(self, island: int, beat: int) -> bool:
         """Whether an island is not alive. `beat`: its newest heartbeat, because it may have joined again since."""
-        return not self.alive(island) and self._beats[island][0] == beat
+        return not self.alive(island) and self._beats[BEAT, island][0] == beat
+
+    def rejected(self) -> Counter[int]:
+        """Island → keys whose values this rank's threads have ignored, as in `UpdateStore.rejected`."""
+        return sum((store.rejected() for store in self._stores), Counter())
 
     def flush(self) -> None:
         """Wait for queued tasks, for at most `FLUSH_SECONDS`."""
@@ -83,9 +112,13 @@ class BackgroundTransfer:
         """End the threads."""
         self._ended.set()
 
+    def _start(self, work: Callable[[UpdateStore], None]) -> None:
+        threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
+
     def _guarded(self, work: Callable[[UpdateStore], None]) -> None:
         try:
             store = UpdateStore(self._membership, self._rank, self._ranks)
+            self._stores.append(store)
             while not self._ended.is_set():
                 work(store)
         except Exception as error:  # any error is raised in the main thread, by `waiting`
@@ -97,24 +130,31 @@ class BackgroundTransfer:
             task = self._outgoing.get(timeout=POLL_SECONDS)
         except queue.Empty:
             return
+        started = time.perf_counter()
         task(store)
+        self.busy_seconds += time.perf_counter() - started
         self._outgoing.task_done()
 
     def _fetch(self, store: UpdateStore) -> None:
-        for island in range(self._membership.islands):
+        islands = store.num_islands()
+        self._fetched += [0] * (islands - len(self._fetched))
+        self._arrived += [[] for _ in range(islands - len(self._arrived))]
+        for island in range(islands):
             published = store.num_updates(island)
             if island == self._membership.island:
                 published = min(published, self._own_until)
             while self._fetched[island] < published:
-                self._arrived[island].append(store.fetch(island, self._fetched[island], self._num_bytes))
+                update = store.fetch(island, self._fetched[island], self._layout, self._encoding)
+                self.received_bytes += sum(piece.content.numel() for piece in update.pieces)
+                self._arrived[island].append(update)
                 self._fetched[island] += 1
         self._ended.wait(POLL_SECONDS)
 
     def _beat(self, store: UpdateStore) -> None:
         if self._rank == 0:
-            store.send_beat(time.time_ns())
-            for island in range(self._membership.islands):
-                beat = store.beat(island)
-                if self._beats.get(island, (None, 0.0))[0] != beat:
-                    self._beats[island] = (beat, time.monotonic())
+            store.send_beat(time.time_ns(), self._kind)
+            for key in itertools.product((BEAT, JOINING), range(store.num_islands())):
+                beat = store.beat(key[1], key[0])
+                if self._beats.get(key, (None, 0.0))[0] != beat:
+                    self._beats[key] = (beat, time.monotonic())
         self._ended.wait(BEAT_SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,8 @@ from toolkit.run_dir.async_islands import CompletedRounds
 from toolkit.runtime.checkpoint.fragments import BUFFER, WEIGHT, Fragment, Stateful
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.islands.flat_masters import FlatMasters
+from toolkit.runtime.islands.outer_step import OuterStep
 from toolkit.runtime.islands.quantize import ErrorFeedbackCodec
-
-if TYPE_CHECKING:
-    from toolkit.runtime.islands.engine import OuterStep
 
 MOMENTUM = "outer_momentum"
 """Kind of the outer optimizer's state in checkpoints."""
@@ -73,10 +70,15 @@ class IslandState:
 class AsyncIslandState:
     """`Stateful` of one rank of an asynchronous island; between rounds its masters equal the shared weights."""
 
-    def __init__(self, inner: Stateful, masters: FlatMasters, codec: ErrorFeedbackCodec) -> None:
-        self._inner, self._masters, self._codec = inner, masters, codec
+    def __init__(
+        self, inner: Stateful, masters: FlatMasters, codec: ErrorFeedbackCodec, samples: Mapping[str, int]
+    ) -> None:
+        """`samples`: how many a round and the run have, as counters."""
+        self._inner, self._masters, self._codec, self._samples = inner, masters, codec, samples
         self.shared = masters.part()
         """This rank's part of the shared weights, in host memory; replaced, never changed in place."""
+        self.layout = masters.layout()
+        """Where its elements are in the parameters."""
         self.completed = CompletedRounds()
         """Rounds whose changes are part of `shared`."""
 
@@ -100,7 +102,7 @@ class AsyncIslandState:
         self.shared = self._masters.part()
 
     def counters(self) -> dict[str, float]:
-        return {**self._inner.counters(), **self.completed.counters()}
+        return {**self._inner.counters(), **self.completed.counters(), **self._samples}
 
     def set_counters(self, counters: dict[str, float]) -> None:
         self._inner.set_counters(counters)

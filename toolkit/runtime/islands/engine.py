@@ -1,20 +1,21 @@
 """Synchronous local SGD: islands train independently and average their weights every `local_steps` steps.
 
 Each island is an ordinary engine with its own ZeRO group. Ranks with the same index in their islands hold the same
-fragments of the fp32 masters. So the exchange is one all-reduce between these ranks, sharded as the island is, and no
+fragments of the fp32 masters. So the exchange is one reduction between these ranks, sharded as the island is, and no
 rank ever gathers the complete weights.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import deepspeed.comm as dist
 import torch
-import torch.distributed
 
+from toolkit.plans.exchange import Exchange, Rhythm
+from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
@@ -22,22 +23,35 @@ from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.checkpoint_state import IslandState
-from toolkit.runtime.islands.flat_masters import FlatMasters
-from toolkit.runtime.islands.quantize import QuantizedMean
+from toolkit.runtime.islands.outer_step import LinkUse, OuterStep
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import MicroBatch
+
+MEETING_STEPS = 16
+"""Least steps between two meetings of islands that do not wait for exchanges: a meeting is a barrier over the link."""
+BACK_OFF = 0.8
+"""Factor of the measured speed of a link that was waited for."""
+WAITED_SHARE = 0.02
+"""Share of the time that may be waited before the link counts as too slow."""
+
+
+def meeting_steps(plan: Plan, outer: Outer | None) -> int:
+    """Steps between two questions to all ranks of a plan, such as whether to stop: islands agree where they meet."""
+    hidden = plan.islands > 1 and outer is not None and outer.mode == "overlap"
+    return -(-MEETING_STEPS // plan.local_steps) * plan.local_steps if hidden else plan.local_steps
 
 
 class IslandEngine:
     """`Engine` of one rank of an island."""
 
-    def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, last_step: int) -> None:
+    def __init__(self, inner: ReplicaEngine, mesh: Mesh, outer: Outer, last_step: int, exchange: Exchange) -> None:
         self._inner, self._mesh, self._last_step = inner, mesh, last_step
         self._clock: Clock = NoClock()
-        self._delay_steps = outer.delay_steps
-        self._exchange = OuterStep(inner.state, mesh, outer)
+        self._settings = exchange
+        self._exchange = OuterStep(inner.state, mesh, outer, exchange)
         self._state = IslandState(inner.state, mesh, self._exchange)
+        self._pace = Pace(exchange)
 
     @property
     def replica(self) -> int:
@@ -59,16 +73,32 @@ class IslandEngine:
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         result = self._inner.step(batch)
         done = int(self._state.counters()["scheduler_steps"])
-        if done % self._mesh.plan.local_steps and done != self._last_step:
-            if done % self._mesh.plan.local_steps == self._delay_steps:
-                with part(self._clock, "grad_sync"):
-                    self._exchange.catch_up()
-            return replace(result, tokens=result.tokens * self._mesh.plan.islands)
         with part(self._clock, "grad_sync"):
-            self._exchange.run()
+            began = self._exchange.after_step(done)
             if done == self._last_step:
                 self._exchange.drain()
-            return self._together(result)
+            elif not began or not self._meets(done):
+                return replace(result, tokens=result.tokens * self._mesh.plan.islands, exchange=self._figures())
+            return replace(self._together(result, done), exchange=self._figures())
+
+    def _meets(self, done: int) -> bool:
+        """Whether islands meet after a step with an exchange: always if they wait for it, else not too often."""
+        rhythm = self._exchange.rhythm
+        before = done - rhythm.local_steps // rhythm.fragments
+        return not rhythm.delay_steps or done // MEETING_STEPS > before // MEETING_STEPS
+
+    def _figures(self) -> dict[str, float]:
+        """How islands exchange now, and what this rank's exchanges have cost so far."""
+        rhythm, use = self._exchange.rhythm, self._exchange.use
+        return {
+            "local_steps": rhythm.local_steps,
+            "fragments": rhythm.fragments,
+            "bits": rhythm.bits,
+            "exchanges": use.exchanges,
+            "sent_bytes": use.sent_bytes,
+            "busy_seconds": use.busy_seconds,
+            "waited_seconds": use.waited_seconds,
+        }
 
     def look(self, batch: Sequence[MicroBatch]) -> None:
         self._inner.look(batch)
@@ -83,75 +113,48 @@ class IslandEngine:
         self._clock = clock
         self._inner.watch(clock)
 
-    def _together(self, result: StepResult) -> StepResult:
-        """At an exchange, loss and tokens are those of all islands; between exchanges, those of this island."""
+    def _together(self, result: StepResult, done: int) -> StepResult:
+        """Where islands meet, loss and tokens are those of all; between meetings, those of this island."""
         sums = torch.tensor([result.loss * result.tokens, result.tokens], dtype=torch.float64, device=device())
         dist.all_reduce(sums, group=self._mesh.island_group)
+        if self._settings.adapts:
+            # The slowest step and the fastest link count: who arrives last at an exchange has measured the link alone.
+            seen = torch.tensor(self._pace.look(done, self._exchange.use), dtype=torch.float64, device=device())
+            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+            if rhythm := self._pace.rhythm(self._exchange, [float(number) for number in seen]):
+                self._exchange.follow(rhythm)
         tokens = int(sums[1])
         loss = (sums[0] / max(tokens, 1)).float()
         numbers = StepNumbers(loss=loss, grad_norm=result.grad_norm, micro_square=result.micro_square)
         return replace(result, numbers=numbers, tokens=tokens)
 
 
-class OuterStep:
-    """One rank's part of the outer step."""
+class Pace:
+    """Measures steps and link between two meetings, and chooses the rhythm of exchanges from that."""
 
-    def __init__(self, state: Stateful, mesh: Mesh, outer: Outer) -> None:
-        self._outer, self._mesh = outer, mesh
-        self.masters = FlatMasters(state, mesh)
-        self.shared = self.masters.part()
-        """This rank's part of `S`, in host memory like all of the outer state."""
-        self.momentum = torch.zeros_like(self.shared if outer.optimizer == "nesterov" else self.shared[:0])
-        self.error = torch.zeros(self.shared.numel() if outer.bits < 32 else 0)
-        """Error feedback: what quantization has rounded away from this rank's messages and is still to be sent."""
-        self._own = self.shared[:0]
-        self._in_transit: Future[torch.Tensor] | None = None
-        # A gloo group of its own, over host memory: it communicates for a long time while the island trains.
-        self._group = mesh.between_islands()
-        self._reduce = QuantizedMean(outer.bits, self._group, self.error).mean if outer.bits < 32 else self._sum
-        self._thread = ThreadPoolExecutor(1, "exchange")
+    def __init__(self, settings: Exchange) -> None:
+        self._settings = settings
+        self._since = (0, time.perf_counter(), LinkUse())
 
-    @torch.no_grad()
-    def run(self) -> None:
-        """Exchange after a round. Collective over ranks with the same index in their islands, then over the island."""
-        self.catch_up()
-        self._own = self.shared - self.masters.part()
-        self._in_transit = self._thread.submit(self._reduce, self._own.clone())
-        if self._outer.mode == "wait":
-            self.drain()
+    def look(self, done: int, use: LinkUse) -> list[float]:
+        """[seconds per step without waits, fp32 bytes per second that the link would move, share waited] of this rank.
 
-    @torch.no_grad()
-    def catch_up(self) -> None:
-        """Replace the island's own change by the mean that was in transit. Collective like `run`."""
-        if self._in_transit is not None:
-            since = self.shared - self._own - self.masters.part()
-            self._move()
-            self.masters.write(self.shared - since)
+        Zeros if there was no exchange since the last look.
+        """
+        steps, started, before = self._since
+        now = time.perf_counter()
+        self._since = (done, now, replace(use))
+        busy, waited = use.busy_seconds - before.busy_seconds, use.waited_seconds - before.waited_seconds
+        if done <= steps or busy <= 0 or not steps:  # the first steps include the start of the run
+            return [0.0, 0.0, 0.0]
+        share = (use.sent_bytes - before.sent_bytes) / busy
+        return [(now - started - waited) / (done - steps), share, waited / (now - started)]
 
-    @torch.no_grad()
-    def drain(self) -> None:
-        """At the end of a round: wait for the exchange in transit; then all islands are at `S`. Collective."""
-        if self._in_transit is not None:
-            self._move()
-            self.masters.write(self.shared)
-
-    def reset(self) -> None:
-        """Start again from the masters, which were just loaded on all islands."""
-        if self._in_transit is not None:
-            self._in_transit.result()  # every island has sent it, so it completes
-            self._in_transit = None
-        self.shared = self.masters.part()
-
-    def _move(self) -> None:
-        """Move `S` by the mean that was in transit."""
-        assert self._in_transit is not None
-        mean = self._in_transit.result()
-        self._in_transit = None
-        if self._outer.optimizer == "nesterov":
-            self.momentum.mul_(self._outer.momentum).add_(mean)
-            mean = self._outer.lr * (mean + self._outer.momentum * self.momentum)
-        self.shared = self.shared - mean
-
-    def _sum(self, own: torch.Tensor) -> torch.Tensor:
-        torch.distributed.all_reduce(own, group=self._group)
-        return own / self._mesh.plan.islands
+    def rhythm(self, exchange: OuterStep, seen: list[float]) -> Rhythm | None:
+        """The rhythm for what all ranks have seen; None: nothing was measured yet."""
+        step_seconds, bytes_per_second, waited = seen
+        if not step_seconds or not bytes_per_second:
+            return None
+        if waited > WAITED_SHARE:
+            bytes_per_second *= BACK_OFF
+        return self._settings.chosen(exchange.fp32_bytes / bytes_per_second, step_seconds)

@@ -2,7 +2,7 @@
 
 A value is stored as signature, version and content. The signature (HMAC-SHA256) covers the key, the version and the
 content, so that nothing can be moved to another key or another run. Versions only grow: an older value that somebody
-puts back is ignored.
+puts back is ignored. If the key asks for it, content is encrypted (AES-256-GCM) with a key derived from the secret.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import secrets
 import struct
 import time
 from collections import Counter
@@ -22,11 +23,31 @@ _SIGNATURE_BYTES = hashlib.sha256().digest_size
 _HEAD = struct.Struct(">Q")
 
 
+class _Cipher:
+    """AES-256-GCM with a random nonce in front of every value; the store's key is bound to it."""
+
+    _NONCE_BYTES = 12
+
+    def __init__(self, secret: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._aes = AESGCM(hmac.digest(secret, b"encryption", "sha256"))
+
+    def encrypt(self, key: str, content: bytes) -> bytes:
+        nonce = secrets.token_bytes(self._NONCE_BYTES)
+        return nonce + bytes(self._aes.encrypt(nonce, content, key.encode()))
+
+    def decrypt(self, key: str, content: bytes) -> bytes:
+        nonce, sealed = content[: self._NONCE_BYTES], content[self._NONCE_BYTES :]
+        return bytes(self._aes.decrypt(nonce, sealed, key.encode()))
+
+
 class SignedStore:
     """One thread's connection; `rejected` counts values with a wrong signature or an old version, by key."""
 
     def __init__(self, transport: Transport, key: StoreKey) -> None:
         self._transport, self._secret = transport, key.secret
+        self._cipher = _Cipher(key.secret) if key.encrypts else None
         self._known: dict[str, int] = {}
         """Counters as last seen; they never shrink."""
         self._versions: dict[str, int] = {}
@@ -100,6 +121,7 @@ class SignedStore:
         return self.create(key, b"")
 
     def _sealed(self, key: str, content: bytes) -> bytes:
+        content = content if self._cipher is None else self._cipher.encrypt(key, content)
         body = _HEAD.pack(time.time_ns()) + content
         return self._signature(key, body) + body
 
@@ -108,7 +130,10 @@ class SignedStore:
         signature, body = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
         if len(body) < _HEAD.size or not hmac.compare_digest(signature, self._signature(key, body)):
             return None
-        return _HEAD.unpack_from(body)[0], body[_HEAD.size :]
+        content = body[_HEAD.size :]
+        if self._cipher is not None:
+            content = self._cipher.decrypt(key, content)
+        return _HEAD.unpack_from(body)[0], content
 
     def _signature(self, key: str, body: bytes) -> bytes:
         return hmac.digest(self._secret, key.encode() + b"\0" + body, "sha256")

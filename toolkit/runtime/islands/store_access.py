@@ -32,7 +32,7 @@ LARGEST_KEY_BYTES = 64 << 10
 LARGEST_BYTES = 8 << 20
 """Largest value of a store; more is refused before it is read."""
 ACCESS = "Bearer "
-_PREFIX = "secret: "
+_PREFIX, _ENCRYPTS = "secret: ", "encrypt: true\n"
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class StoreKey:
     secret: bytes
     certificate: str = ""
     """PEM of the server's certificate; empty for directories and buckets, which have no server of ours."""
+    encrypts: bool = False
+    """Whether values are encrypted before they leave the island: at rest, nobody reads them without the secret."""
 
     def __repr__(self) -> str:
         return "StoreKey(…)"  # never the secret, wherever it is printed
@@ -49,7 +51,7 @@ class StoreKey:
     def write(self, path: Path) -> None:
         """Write the key to a new file that only its owner can read."""
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
-            file.write(f"{_PREFIX}{self.secret.hex()}\n{self.certificate}")
+            file.write(f"{_PREFIX}{self.secret.hex()}\n{_ENCRYPTS if self.encrypts else ''}{self.certificate}")
 
 
 def access_token(key: StoreKey) -> str:
@@ -82,21 +84,22 @@ def read_key(path: str | Path) -> StoreKey:
         secret = b""
     if len(secret) != SECRET_BYTES:
         raise BadInput("--mailbox-key", f"{where} is not a key; {_required()}")
-    return StoreKey(secret, rest)
+    return StoreKey(secret, rest.removeprefix(_ENCRYPTS), rest.startswith(_ENCRYPTS))
 
 
 def _required() -> str:
     return f"the file {ISLANDS_KEY} that `toolkit mailbox --init DIR` has written is required"
 
 
-def make_keys(folder: Path, hosts: Sequence[str], days: float = DAYS) -> None:
+def make_keys(folder: Path, hosts: Sequence[str], days: float = DAYS, *, encrypts: bool = False) -> None:
     """Write the keys of a new store: a secret, and a certificate for these host names and addresses."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         certificate, private = _certificate(hosts, days)
         with os.fdopen(os.open(folder / SERVER_KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             file.write(private + certificate)
-        StoreKey(secrets.token_bytes(SECRET_BYTES), certificate.decode("ascii")).write(folder / ISLANDS_KEY)
+        key = StoreKey(secrets.token_bytes(SECRET_BYTES), certificate.decode("ascii"), encrypts)
+        key.write(folder / ISLANDS_KEY)
     except FileExistsError:
         raise BadInput("--init", f"{folder} holds keys already; remove them, or name another directory") from None
     except OSError as error:

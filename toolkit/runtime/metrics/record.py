@@ -53,6 +53,9 @@ class Record:
     answer has the larger one, and log-probabilities."""
     objective: dict[str, float] | None = None
     """Under another objective, means over the samples of this step: see docs/finetuning.md."""
+    exchange: dict[str, float] | None = None
+    """Of islands: the rhythm (`local_steps`, `fragments`, `bits`), and what the first rank's exchanges have sent and
+    cost so far (`exchanges`, `sent_bytes`, `busy_seconds`, and `waited_seconds` in which training stood still)."""
     router: dict[str, float] | None = None
     """Of a mixture's routers: `loss` that they add to the cross-entropy, `balance` before its factor, mean `entropy` of
     the load (1: even), `max_over_mean` of the worst layer, and `dead_experts`, without any token, of all `experts`."""

@@ -1,0 +1,245 @@
+"""Asynchronous islands under chaos: killed, stopped, cut off, asked to leave and joined at random, over a real mailbox.
+
+python -m benchmarks.islands_chaos [--steps 20000] [--period 40] [--seed 0] [--calm] [--json FILE]
+
+Every island is a `toolkit train` of its own that reaches the mailbox through a proxy, which can be cut. `--calm`: two
+islands, undisturbed, for the loss to compare with. At the end: all steps done, none missing, no process left, and the
+share of the islands' time that was spent on steps that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.run_dir.layout import RunDir
+
+AWAY_SECONDS = 15.0
+"""How long an island is stopped or cut off: longer than its lease."""
+MOST_ISLANDS = 3
+RECIPE = (
+    "data.seq_len=64", "train.global_batch=8", "train.lr=2e-3", "metrics.console=false", "metrics.detail_every=0",
+    "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
+    "metrics.wandb={mode: disabled}", "checkpoint.every=20", "checkpoint.keep=2",
+    "strategy={name: local_sgd, islands: 2, local_steps: 20, zero_stage: 0}", "train.outer={mode: async, bits: 2}",
+)  # fmt: skip
+
+
+class Proxy:
+    """A TCP proxy to the mailbox that can be cut: TLS passes through, so islands keep their pinned certificate."""
+
+    def __init__(self, port: int) -> None:
+        self._target, self._listener = port, socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._cut = threading.Event()
+        self._open: set[socket.socket] = set()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def cut(self, seconds: float) -> None:
+        """Drop every connection and refuse new ones for a while."""
+        self._cut.set()
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        threading.Timer(seconds, self._cut.clear).start()
+
+    def _serve(self) -> None:
+        while True:
+            inner, _ = self._listener.accept()
+            if self._cut.is_set():
+                inner.close()
+                continue
+            threading.Thread(target=self._pass, args=(inner,), daemon=True).start()
+
+    def _pass(self, inner: socket.socket) -> None:
+        with inner, contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as outer:
+            pair = {inner: outer, outer: inner}
+            self._open.update(pair)
+            with selectors.DefaultSelector() as ready:
+                for one in pair:
+                    ready.register(one, selectors.EVENT_READ)
+                while True:
+                    for event, _ in ready.select():
+                        data = event.fileobj.recv(1 << 16)  # type: ignore[union-attr]
+                        if not data:
+                            return
+                        pair[event.fileobj].sendall(data)  # type: ignore[index]
+        self._open.discard(inner)
+
+
+@dataclass
+class Site:
+    """One island: its command, its proxy and its run directory."""
+
+    name: str
+    proxy: Proxy
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: float = field(default_factory=time.time)
+    ended: float | None = None
+
+    @property
+    def lives(self) -> bool:
+        if self.ended is None and self.process.poll() is not None:
+            self.ended = time.time()
+        return self.ended is None
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the command and its workers, which have process groups of their own."""
+        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        for pid in [*map(int, listed.stdout.split()), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Steps that this island has recorded."""
+        files = RunDir(self.folder).path.glob("islands/*/metrics.jsonl")
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+class Chaos:
+    """A run and what happens to it."""
+
+    def __init__(self, folder: Path, steps: int, seed: int) -> None:
+        self._folder, self._random = folder, random.Random(seed)
+        self._steps = steps
+        argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0", "--keys", str(folder / "keys")]
+        self.mailbox = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert self.mailbox.stdout is not None
+        self._port = int(self.mailbox.stdout.readline().split(";")[0].rpartition(":")[2])
+        self.sites: list[Site] = []
+        self.events: list[tuple[float, str]] = []
+
+    def start(self, *argv: str) -> Site:
+        """Start an island: one of the plan's (`--island K`), or one that joins."""
+        proxy, number = Proxy(self._port), len(self.sites)
+        address = f"https://127.0.0.1:{proxy.port}"
+        what = (
+            ["demo", "--nproc", "2", *argv, "--mailbox", address, *RECIPE, f"train.steps={self._steps}"]
+            if argv
+            else ["--join", address]
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "toolkit",
+            "train",
+            *what,
+            "--mailbox-key",
+            str(self._folder / "keys/islands.key"),
+        ]
+        folder = self._folder / f"site-{number}"
+        log = (self._folder / f"site-{number}.log").open("wb")
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(folder)], stdout=log, stderr=log, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        self.sites.append(Site(f"site {number}", proxy, process, folder))
+        return self.sites[-1]
+
+    def disturb(self) -> None:
+        """One event: at least one island stays undisturbed."""
+        living = [site for site in self.sites if site.lives]
+        what = self._random.choice(["kill", "stop", "cut", "leave", "join"])
+        if len(living) < 2 or (what == "join" and len(living) < MOST_ISLANDS):
+            self._note(f"{self.start().name} joins")
+            return
+        victim = self._random.choice(living)
+        self._note(f"{what}: {victim.name}")
+        if what == "kill":
+            victim.signal(signal.SIGKILL)
+        elif what == "stop":
+            victim.signal(signal.SIGSTOP)
+            threading.Timer(AWAY_SECONDS, victim.signal, [signal.SIGCONT]).start()
+        elif what == "cut":
+            victim.proxy.cut(AWAY_SECONDS)
+        else:
+            victim.process.send_signal(signal.SIGTERM)
+
+    def _note(self, text: str) -> None:
+        self.events.append((time.time(), text))
+        print(f"{time.strftime('%H:%M:%S')} {text}; living: {sum(site.lives for site in self.sites)}", flush=True)
+
+    def finish(self) -> dict[str, Any]:
+        """Wait for the end of the run, and count."""
+        while any(site.lives for site in self.sites):
+            time.sleep(0.5)
+        self.mailbox.terminate()
+        self.mailbox.wait()
+        last: dict[int, dict[str, Any]] = {}
+        for site in self.sites:
+            for record in site.records():
+                if record["time"] > last.get(record["step"], {"time": 0.0})["time"]:
+                    last[record["step"]] = record
+        wanted = 2 * self._steps
+        alive = sum((site.ended or site.started) - site.started for site in self.sites)
+        tail = [record["loss"] for step, record in last.items() if step > 0.9 * wanted]
+        return {
+            "steps": len(last),
+            "wanted": wanted,
+            "missing": len(set(range(1, wanted + 1)) - last.keys()),
+            "recorded": sum(len(site.records()) for site in self.sites),
+            "useful_share": sum(record["wall_seconds"] for record in last.values()) / alive,
+            "loss": sum(tail) / max(1, len(tail)),
+            "left": sum(_lives(site.process.pid) for site in self.sites),
+            "codes": [site.process.returncode for site in self.sites],
+            "events": [text for _, text in self.events],
+            "minutes": (max(site.ended or 0.0 for site in self.sites) - self.sites[0].started) / 60,
+        }
+
+
+def _lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
+    """A run of so many steps, with an event every `period` seconds until it is over."""
+    with tempfile.TemporaryDirectory(prefix="islands-chaos-") as folder:
+        chaos = Chaos(Path(folder), steps, seed)
+        for number in range(2):
+            chaos.start("--island", str(number))
+        after = time.monotonic() + 1.5 * period
+        while any(site.lives for site in chaos.sites):
+            time.sleep(0.5)
+            over = any(site.ended and site.process.returncode == 0 for site in chaos.sites)
+            if not calm and not over and time.monotonic() > after:
+                chaos.disturb()
+                after += period
+        return chaos.finish()
+
+
+def main() -> None:
+    """Run, and print what was counted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20000, help="of the recipe; islands share twice as many")
+    parser.add_argument("--period", type=float, default=40.0, help="seconds between two events (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--calm", action="store_true", help="undisturbed")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = run(args.steps, args.period, args.seed, calm=args.calm)
+    print(json.dumps(found, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
