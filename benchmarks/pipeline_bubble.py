@@ -22,8 +22,9 @@ from toolkit.cost.execution import V_BUBBLE
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Model, Train
+from toolkit.recipe.sections import Train
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world, gather_objects
 from toolkit.runtime.metrics.step_clock import HostClock

@@ -24,8 +24,9 @@ import torch
 
 from toolkit.plans.deepspeed_config import bucket_elements, deepspeed_config
 from toolkit.plans.plan import Plan
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Model, Train
+from toolkit.recipe.sections import Train
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.models.build import build_in_place, skeleton

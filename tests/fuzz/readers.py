@@ -36,7 +36,8 @@ from toolkit.models import meta_spec
 from toolkit.models.spec import load_model_config, read_model_config
 from toolkit.plans.split_verdicts import Axes, Proofs
 from toolkit.recipe.file import load_recipe
-from toolkit.recipe.sections import Data, Model
+from toolkit.recipe.model_section import Model
+from toolkit.recipe.sections import Data
 from toolkit.reports import run_page
 from toolkit.reports.reader import read_run
 from toolkit.reports.template import fill

@@ -23,7 +23,7 @@ from toolkit.models.architectures import ARCHITECTURES
 from toolkit.models.config_reader import KEYS, defaults, needs_counting
 from toolkit.models.spec import WINDOW_EVERY, ModelSpec, load_model_config, read_model_config
 from toolkit.plans.job import task_spec
-from toolkit.recipe.sections import Model, Task
+from toolkit.recipe.model_section import Model, Task
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"

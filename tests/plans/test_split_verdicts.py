@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.plans.split_verdicts import Axes, Proofs, judged
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.verdicts import Verdict
 
 AUTO = Model()

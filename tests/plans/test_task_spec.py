@@ -10,7 +10,7 @@ import pytest
 from toolkit.errors import BadInput, NoPlanFits
 from toolkit.plans.job import image_tokens, task_spec
 from toolkit.recipe.file import make_recipe
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.build import skeleton
 from toolkit.sessions.preflight import check
 from toolkit.sessions.resolve import resolve

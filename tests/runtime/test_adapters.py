@@ -14,7 +14,7 @@ from tests.helpers.parallel import ONE, SGD, assert_same, model, run
 from toolkit import cli
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Lora, Model
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.runtime.models.build import build_in_place, build_model
 from toolkit.runtime.models.first_weights import MAGNITUDE
 from toolkit.runtime.proofs.split_proof import prove

@@ -13,8 +13,9 @@ import torch
 from tests.helpers.pairs import pairs
 from tests.helpers.parallel import ADAM, ONE, STEPS, assert_same, engine_of, model
 from toolkit.plans.plan import Plan
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.recipe.objective_sections import Contrastive, Distill
-from toolkit.recipe.sections import Lora, Model, Train
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.engine.protocol import EvaluationSums
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch

@@ -11,7 +11,8 @@ import torch
 from tests.helpers.pairs import pairs
 from tests.helpers.parallel import ADAM, ONE, STEPS, assert_same, engine_of, model
 from toolkit.plans.plan import Plan
-from toolkit.recipe.sections import Lora, Model, Train
+from toolkit.recipe.model_section import Lora, Model
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure

@@ -15,7 +15,8 @@ from tests.helpers.planning import cluster, job
 from toolkit.cost.memory import memory
 from toolkit.models.spec import read_model_config
 from toolkit.plans.plan import Plan
-from toolkit.recipe.sections import Lora, Model, Train
+from toolkit.recipe.model_section import Lora, Model
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime import build_engine
 from toolkit.runtime.models import build

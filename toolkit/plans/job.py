@@ -19,7 +19,8 @@ from toolkit.plans.plan import Job, Workload
 from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.data_checks import texts_per_sample
-from toolkit.recipe.sections import Model, Recipe
+from toolkit.recipe.model_section import Model
+from toolkit.recipe.sections import Recipe
 from toolkit.resources import CONFIGS
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")

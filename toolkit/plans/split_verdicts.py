@@ -11,7 +11,7 @@ from typing import Any
 
 from toolkit.models.tiny_sizes import tiny_sizes
 from toolkit.plans.plan import Plan, Refusal
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.resources import user_cache
 from toolkit.verdicts import Verdict, VerdictFile, installed
 

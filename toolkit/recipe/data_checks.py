@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from toolkit.errors import Problem
+from toolkit.recipe.model_section import Model, Task
 from toolkit.recipe.objective_sections import SCORED, Objective
 from toolkit.recipe.schema import show
-from toolkit.recipe.sections import Data, Format, Model, Task, Train
+from toolkit.recipe.sections import Data, Format, Train
 
 PACKED_FORMATS = ("text", "instruction", "chat", "preference")
 ITEMS = "items:"

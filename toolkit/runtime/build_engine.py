@@ -18,9 +18,10 @@ from toolkit.plans.pipeline_orders import rank_of, stages_of
 from toolkit.plans.plan import Plan
 from toolkit.plans.router_balance import Balance, balance_of
 from toolkit.recipe.batch_sections import Outer
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Contrastive, Preference, Rank
 from toolkit.recipe.schedules import Schedule
-from toolkit.recipe.sections import Model, Train
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.async_islands import Membership
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World

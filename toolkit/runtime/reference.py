@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from toolkit.errors import BadInput
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import COMPARED
-from toolkit.recipe.sections import Model, Recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.data.prefetch import Share, global_batch

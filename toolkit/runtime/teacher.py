@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import BadInput
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Distill
-from toolkit.recipe.sections import Model, Recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.runtime.corpus.tokenizer import Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.samples import Samples

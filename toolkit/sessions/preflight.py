@@ -14,7 +14,8 @@ from toolkit.launching.launchers import PYTHON, import_path
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.data_checks import source_weights
 from toolkit.recipe.data_files import data_files, image_folders
-from toolkit.recipe.sections import Lora, Model, Recipe
+from toolkit.recipe.model_section import Lora, Model
+from toolkit.recipe.sections import Recipe
 from toolkit.verdicts import Verdict
 
 

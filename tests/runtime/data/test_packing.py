@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from toolkit.errors import BadInput
 from toolkit.models import tiny_sizes
-from toolkit.recipe.sections import Data, Model
+from toolkit.recipe.model_section import Model
+from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.token_documents import Documents, from_lists
 from toolkit.runtime.data.load import packing_of
 from toolkit.runtime.data.packing import BestFit, best_fit, check_isolated, cut

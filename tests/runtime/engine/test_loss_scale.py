@@ -12,8 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from tests.helpers.parallel import ADAM, STEPS, batch, micro_batches, model
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Model
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.metrics.record import Record

@@ -11,7 +11,8 @@ from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
 from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
-from toolkit.recipe.sections import Lora, Train
+from toolkit.recipe.model_section import Lora
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.engine.parameter_groups import parameter_groups, with_adapter_rate
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.layers import fused_kernels
 from toolkit.runtime.models.attention import largest_difference, outcome, trial_batches
 from toolkit.runtime.models.build import build_model

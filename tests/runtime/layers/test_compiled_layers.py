@@ -13,8 +13,8 @@ from toolkit.errors import BadInput
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.deepspeed_rules import refusal
 from toolkit.plans.plan import Plan
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Lora, Model
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world

@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.helpers.parallel import model
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.layers import fused_kernels, host_kernels
 
 

@@ -17,7 +17,7 @@ from toolkit.cost.execution import of_plan
 from toolkit.models.spec import read_model_config
 from toolkit.plans.plan import Job, Plan
 from toolkit.recipe.axes import RECOMPUTES
-from toolkit.recipe.sections import Lora
+from toolkit.recipe.model_section import Lora
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models.attention import forward

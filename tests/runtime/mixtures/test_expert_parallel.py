@@ -15,8 +15,8 @@ from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.file import make_recipe
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Router
-from toolkit.recipe.sections import Model
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.mixtures import expert_dispatch
 from toolkit.runtime.models.tiny_models import tiny_of_type

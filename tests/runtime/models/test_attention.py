@@ -16,8 +16,8 @@ from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
 from toolkit.errors import BadInput
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Model
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.data.packing import check_isolated
 from toolkit.runtime.data.prefetch import Share, global_batch

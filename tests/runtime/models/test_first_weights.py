@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.build import build_model, open_weights, skeleton
 from toolkit.runtime.proofs.coverage import tiny_model
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 from torch.profiler import ProfilerActivity, profile
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.metrics.memory import _largest_growth
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.head_loss import HeadLoss, Transform, why_not

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.errors import BadInput
-from toolkit.recipe.sections import Lora, Model
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.runtime.models.build import build_in_place, build_model, open_weights
 from toolkit.runtime.models.first_weights import FileWeights
 from toolkit.runtime.models.parameter_shards import Layout, mark_shard

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.build import build_in_place, build_model
 from toolkit.runtime.models.zero3_start import full_shape, sharded_model
 from toolkit.runtime.supervision.warm_pool import Failure, call_on_ranks

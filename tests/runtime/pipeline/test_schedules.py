@@ -10,7 +10,8 @@ import torch
 from tests.helpers.parallel import ONE, SGD, STEPS, assert_same, batch, engine_of, micro_batches, model, run
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Lora, Train
+from toolkit.recipe.model_section import Lora
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.pipeline.weight_gradients import WeightGradients

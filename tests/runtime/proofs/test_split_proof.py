@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.parallel import model
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Model, Task
+from toolkit.recipe.model_section import Model, Task
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.sharding import sharding_plan
 from toolkit.verdicts import Verdict

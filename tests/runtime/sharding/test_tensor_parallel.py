@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, model, run, train_as_rank
 from toolkit.plans.plan import Plan
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models.build import fill, open_weights, skeleton

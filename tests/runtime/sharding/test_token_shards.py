@@ -12,7 +12,7 @@ from tests.helpers.parallel import ONE, SGD, assert_same, model, run
 from toolkit.plans import token_shares
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Lora
+from toolkit.recipe.model_section import Lora
 from toolkit.runtime.data import samples
 from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.proofs.split_proof import prove

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.loss import summed_loss
 from toolkit.runtime.models.micro_batch import IGNORE
 from toolkit.runtime.models.parameter_shards import shares

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from toolkit.checkpoints.format import file_problems
 from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.recipe.objective_sections import Contrastive
-from toolkit.recipe.sections import Lora, Model, Recipe
+from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint import safetensors_writer
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader

@@ -13,8 +13,9 @@ import numpy as np
 
 from toolkit.errors import BadInput
 from toolkit.recipe.data_checks import PACKED_FORMATS, is_packed, source_weights, texts_per_sample
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import SCORED, Objective
-from toolkit.recipe.sections import Data, Model, Recipe, Train
+from toolkit.recipe.sections import Data, Recipe, Train
 from toolkit.runtime.corpus.formats import lacks_prompt
 from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.corpus.token_cache import TokenCache, find_or_make

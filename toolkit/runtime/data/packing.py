@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from toolkit.errors import BadInput, first_line
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.corpus.token_documents import Documents, spread
 from toolkit.runtime.models.attention import forward, without_gpu
 from toolkit.runtime.models.build import build_model, load_config

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from toolkit.recipe.model_section import Lora
 from toolkit.recipe.optimizer_sections import Muon
-from toolkit.recipe.sections import Lora, Train
+from toolkit.recipe.sections import Train
 from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
 from toolkit.runtime.models.zero3_start import full_shape
 from toolkit.runtime.optimizers.muon import RULE, is_matrix

@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkit.errors import BadInput, first_line
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.layers import host_kernels
 from toolkit.runtime.models.attention import LARGEST, TOLERANCE, largest_difference, outcome, trial_batches
 from toolkit.runtime.models.build import load_config

@@ -30,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import BadInput, first_line
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.embedder import Embedder

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import BadInput, NoPlanFits, first_line
-from toolkit.recipe.sections import Lora, Model
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models import attention

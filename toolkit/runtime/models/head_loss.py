@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from toolkit.errors import first_line
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.loss import in_training

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from toolkit.errors import BadInput
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.build import skeleton
 
 

@@ -17,7 +17,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import Init
 from transformers import PreTrainedModel
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models.build import hollow_model, weights_of
 from toolkit.runtime.models.first_weights import Weights

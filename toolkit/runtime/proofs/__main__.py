@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Lora, Model
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.runtime.proofs.coverage import try_autotp
 from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
 

@@ -11,8 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.schedules import make_schedule
-from toolkit.recipe.sections import Model, Train
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import TINY_LOSS_TOLERANCE, TINY_NORM_TOLERANCE, Trajectory, largest_difference
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world

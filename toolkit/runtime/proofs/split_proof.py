@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from toolkit.errors import first_line
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.mixtures.expert_dispatch import ExpertsRefused, distribute, find_experts
 from toolkit.runtime.mixtures.expert_shards import cut_experts
 from toolkit.runtime.models.attention import forward, without_gpu

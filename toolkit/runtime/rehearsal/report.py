@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.plans.plan import Plan
-from toolkit.recipe.sections import Model, Train
+from toolkit.recipe.model_section import Model
+from toolkit.recipe.sections import Train
 
 PARTS = ("params", "grads", "optimizer", "activations", "logits", "gathered", "buckets", "temporary")
 """Parts that live tensors belong to. The memory model has `buckets` and `temporary` as one part, `buffers`."""

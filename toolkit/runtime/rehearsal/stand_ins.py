@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.flop_counter import register_flop_formula
 from transformers import PreTrainedModel
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.distributed import process_group, rng
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.models import attention, build, head_loss

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.metrics.step_clock import Lap
 from toolkit.runtime.models.build import find_layers, skeleton

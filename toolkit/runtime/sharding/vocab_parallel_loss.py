@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from toolkit.recipe.sections import Model
+from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
 from toolkit.runtime.models.loss import count_matches, in_training
