@@ -81,8 +81,8 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer == "muon" and plan.pp > 1 and plan.zero_stage > 0,
-        reason="stages with and without embeddings have different numbers of parameter groups under muon, and ZeRO waits "
-        "for a norm of each; use zero_stage 0 with a pipeline, or optimizer adamw",
+        reason="stages with and without embeddings have different numbers of parameter groups under muon, and ZeRO "
+        "waits for a norm of each; use zero_stage 0 with a pipeline, or optimizer adamw",
     ),
     Rule(
         forbids=lambda plan, job: job.workload.optimizer in ("muon", "adafactor") and plan.offload != "none",
