@@ -30,6 +30,8 @@ from toolkit.runtime.models.build import build_model, skeleton
 from toolkit.runtime.models.head_loss import HeadLoss, Transform
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
+pytestmark = pytest.mark.slow
+
 SMOOTH = replace(ADAM, label_smoothing=0.2)
 
 

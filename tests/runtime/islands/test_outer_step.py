@@ -19,6 +19,8 @@ from toolkit.runtime.supervision.warm_pool import call_on_ranks
 
 SIZE, ROUNDS = 1000, 6
 
+pytestmark = pytest.mark.slow
+
 
 class Weights:
     """A state of one tensor."""

@@ -12,6 +12,8 @@ from toolkit.runtime.objectives.contrastive_loss import ContrastiveLoss, Retriev
 
 SAMPLES, TEXTS, TOKENS, SIZE = 6, 3, 4, 8
 
+pytestmark = pytest.mark.slow
+
 
 def batches(count: int, keys: torch.Tensor, labels: torch.Tensor) -> list[MicroBatch]:
     rows = torch.arange(SAMPLES * TEXTS)[:, None].expand(-1, TOKENS)

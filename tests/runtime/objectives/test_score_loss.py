@@ -19,6 +19,8 @@ from toolkit.runtime.objectives.score_loss import RankLoss, RewardLoss, ranking_
 
 STEPS, PAIRS = 20, 3
 
+pytestmark = pytest.mark.slow
+
 
 def scored(section: Any) -> Any:
     """A tiny model with a head of one output."""
@@ -62,7 +64,6 @@ def from_trl(inputs: dict[str, torch.Tensor]) -> MicroBatch:
     return MicroBatch(inputs["input_ids"][order], labels, inputs["attention_mask"][order], scores=scores)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("center", [None, 0.02])
 def test_rewards_have_the_losses_of_trl_over_twenty_steps(center: float | None, tmp_path: Path) -> None:
     net: Any = build_model(scored(model("llama", pad_token_id=0)), seed=0)

@@ -17,6 +17,8 @@ from toolkit.run_dir.trajectory import largest_difference
 from toolkit.runtime.optimizers.adafactor import Adafactor, Layout, factors
 from toolkit.runtime.optimizers.packed_states import Piece
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = replace(ADAM, optimizer="adafactor", lr=1e-2, weight_decay=0.1)
 
 

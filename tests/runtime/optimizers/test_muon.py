@@ -18,6 +18,8 @@ from toolkit.recipe.optimizer_sections import Muon
 from toolkit.run_dir.trajectory import Trajectory, largest_difference
 from toolkit.runtime.optimizers.muon import COEFFICIENTS, is_matrix, orthogonal
 
+pytestmark = pytest.mark.slow
+
 MUON = replace(ADAM, optimizer="muon", lr=1e-2, weight_decay=0.1)
 LAYOUTS = {
     "dp": {"dp": 2},
@@ -91,7 +93,6 @@ def test_a_stack_of_experts_is_a_stack_of_matrices() -> None:
     assert_same(alone("mixtral"), run(model("mixtral"), plan_of(LAYOUTS["zero 1"]), MUON))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "zero_stage": 1}, {"dp": 2, "zero_stage": 3}])
 def test_in_16_bits_losses_stay_near_fp32(axes: dict[str, int]) -> None:
     """Each wrapper has a way of its own to hold masters."""

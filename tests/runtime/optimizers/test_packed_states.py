@@ -26,6 +26,8 @@ from toolkit.runtime.optimizers.packed_states import BLOCK, Piece, blocks, code_
 from toolkit.runtime.optimizers.update_rules import State
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "zero 1": Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=1, zero_group=2, precision="fp32"),
     "zero 3": Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=3, zero_group=2, precision="fp32"),
@@ -114,7 +116,6 @@ def test_every_layout_gives_the_result_of_one_process(states: str, layout: str) 
     assert_same(alone(states), run(model("llama"), LAYOUTS[layout], settings(states)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("states", "most"), [("8bit", 1e-3), ("bf16", 1e-5)])
 def test_blocks_of_tensor_shards_differ_little_and_rounding_does_not(states: str, most: float) -> None:
     """The tiny model's columns are not cut at multiples of 256."""
@@ -128,7 +129,6 @@ def test_losses_stay_near_those_of_fp32(states: str) -> None:
     assert 0 < largest_difference(exact.loss, alone(states).loss) < 5e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("8bit", "8bit"), ("bf16", "fp32"), ("fp32", "8bit")])
 def test_states_are_resumed_in_any_form(before: str, after: str, train: Trainer, tmp_path: Path) -> None:
     base = ("train.steps=6", "checkpoint.every=3")

@@ -23,6 +23,8 @@ from toolkit.runtime.engine.weight_average import averaged
 from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
+pytestmark = pytest.mark.slow
+
 AVERAGED = replace(ADAM, ema=Ema(decay=0.3))
 ZERO = Plan(strategy="zero", dp=2, micro_batch=2, zero_stage=1, zero_group=2, precision="fp32")
 
