@@ -80,11 +80,6 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         limits="Muon with expert ranks or AutoTP",
     ),
     Rule(
-        forbids=lambda plan, job: job.workload.optimizer == "muon" and plan.pp > 1 and plan.zero_stage > 0,
-        reason="stages with and without embeddings have different numbers of parameter groups under muon, and ZeRO "
-        "waits for a norm of each; use zero_stage 0 with a pipeline, or optimizer adamw",
-    ),
-    Rule(
         forbids=lambda plan, job: job.workload.optimizer in ("muon", "adafactor") and plan.offload != "none",
         reason="muon and adafactor exchange parts of matrices between devices, and offload keeps them on the host; use "
         "offload none, or optimizer adamw",

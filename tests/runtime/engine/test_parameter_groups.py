@@ -35,6 +35,15 @@ PLANS = {
         precision="fp32",
         pipeline_bounds=(0, 2, 4),
     ),
+    "pipeline, embeddings in two of its stages": Plan(
+        strategy="pipeline",
+        pp=4,
+        zero_stage=1,
+        micro_batch=1,
+        grad_accum=4,
+        precision="fp32",
+        pipeline_bounds=(0, 1, 2, 3, 4),
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Muon: the iteration against torch's and a singular value decomposition, ten layouts against one process, resuming."""
+"""Muon: the iteration against torch's and a singular value decomposition, layouts against one process, resuming."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ LAYOUTS = {
     "tp, zero 3": {"tp": 2, "dp": 2, "zero_stage": 3},
     "pp": {"pp": 2, "grad_accum": 4},
     "pp, zero 1": {"pp": 2, "dp": 2, "zero_stage": 1, "grad_accum": 2},
+    "pp 4, zero 1": {"pp": 4, "zero_stage": 1, "grad_accum": 4},  # inner stages have fewer groups of parameters
     "sp, zero 2": {"sp": 2, "zero_stage": 2, "grad_accum": 2},
 }
 
