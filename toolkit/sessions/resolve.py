@@ -178,7 +178,18 @@ def plan_notes(resolved: Resolved) -> list[str]:
     apart = chosen is not None and chosen.plan.islands > 1
     early = [TOO_EARLY] if chosen and apart and fresh and chosen.plan.local_steps > EARLY_STEPS else []
     adapts = [ADAPTS] if apart and resolved.job.workload.exchange.adapts else []
-    return [*([gain] if gain else []), *early, *adapts, *about, *_update_rules(resolved), *_whole_residuals(resolved)]
+    details = (*_update_rules(resolved), *_objective_notes(resolved.recipe), *_whole_residuals(resolved))
+    return [*([gain] if gain else []), *early, *adapts, *about, *details]
+
+
+def _objective_notes(recipe: Recipe) -> Iterator[str]:
+    """Say what an objective or frozen weights change that neither the recipe nor the prediction shows."""
+    if recipe.train.objective == "contrastive":
+        yield "contrastive computes embeddings twice, and both must agree: the model's dropout is off"
+    if recipe.train.objective in ("contrastive", "kto"):
+        yield f"{recipe.train.objective} has a first pass without gradients, which the predicted step time leaves out"
+    if recipe.model.freeze:
+        yield "model.freeze: frozen weights are predicted as if they were trained; a step needs less memory and time"
 
 
 def _update_rules(resolved: Resolved) -> Iterator[str]:
