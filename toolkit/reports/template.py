@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,24 @@ def check_writable(path: Path) -> None:
         raise BadInput(str(path), f"can't be written: is a directory; {ELSEWHERE}")
     if not path.parent.is_dir():
         raise BadInput(str(path), f"can't be written: no such directory; {ELSEWHERE}")
+    with _refusing(path):
+        if not path.exists():
+            tempfile.TemporaryFile(dir=path.parent).close()
+            return
+        with path.open("ab") as file:  # leaves a file as it is; a device shows only when written to whether it is full
+            file.write(b"" if path.is_file() else b"\n")
 
 
 def write_page(path: Path, text: str) -> None:
     """Write a page; raise `BadInput` if the place can't be written to."""
-    try:
+    with _refusing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise BadInput(str(path), f"can't be written: {reason}; {ELSEWHERE}") from error

@@ -26,6 +26,8 @@ from toolkit.sessions.parity import largest_difference
 from toolkit.sessions.rehearse import rehearse
 from toolkit.sessions.resolve import resolve
 
+pytestmark = pytest.mark.slow
+
 EP = Plan(strategy="expert_parallel", dp=2, ep=2, micro_batch=2, precision="fp32")
 BALANCED = replace(SGD, router=Router(loss="sequence", weight=1.0))
 """Under SGD with a tight clip a wrong norm, scale or router loss moves the next loss."""
@@ -52,13 +54,11 @@ def test_experts_on_two_ranks_are_those_of_one_process(expected: Trajectory, sta
     assert_same(expected, run(model("mixtral"), plan, BALANCED))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", LARGE)
 def test_experts_beside_other_axes(expected: Trajectory, layout: str) -> None:
     assert_same(expected, run(model("mixtral"), LARGE[layout], BALANCED))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3", "granitemoeshared", "nemotron_h"])
 def test_other_mixtures(kind: str) -> None:
     section = model(kind)
@@ -113,7 +113,6 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -138,7 +137,6 @@ def test_checkpoints_hold_whole_experts(train: Trainer, tmp_path: Any, first: st
     assert largest_difference(origin.losses[4:], done.losses) <= (0 if first == second else 1e-5)
 
 
-@pytest.mark.slow
 def test_a_rehearsal_counts_the_exchange_of_the_formula() -> None:
     """4 · top_k · tokens · width · bytes of every layer, of which (ep − 1) / ep leave the rank; sizes come on top."""
     config = {**MIXTRAL, "num_hidden_layers": 3, "hidden_size": 64}

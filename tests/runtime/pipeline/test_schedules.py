@@ -19,6 +19,8 @@ from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
+pytestmark = pytest.mark.slow
+
 LOOPED = Plan(
     strategy="pipeline", pp=2, micro_batch=1, grad_accum=4, precision="fp32", schedule="interleaved", chunks=2
 )
@@ -41,7 +43,6 @@ def test_interleaved_equals_1f1b_bit_by_bit() -> None:
     assert run(section, LOOPED, SGD, data="packed") == run(section, PLAIN, SGD, data="packed")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_replicas_in_bf16_with_tied_weights(name: str) -> None:
     plan = replace(PLANS[name], dp=1, zero_stage=1, precision="bf16")
@@ -49,35 +50,30 @@ def test_replicas_in_bf16_with_tied_weights(name: str) -> None:
     assert_same(run(section, ONE, SGD), run(section, plan, SGD), loss=2e-2, norm=1e-1)
 
 
-@pytest.mark.slow
 def test_two_replicas_of_padded_batches_with_recompute() -> None:
     section = model("llama")
     plan = replace(LOOPED, dp=2, grad_accum=2, zero_stage=1, zero_group=2, recompute="full")
     assert_same(run(section, ONE, SGD, data="padded"), run(section, plan, SGD, data="padded"), loss=1e-6, norm=1e-6)
 
 
-@pytest.mark.slow
 def test_tensor_shards_inside_interleaved_stages() -> None:
     section = model("qwen3")
     plan = replace(LOOPED, strategy="hybrid", tp=2, zero_stage=1)
     assert_same(run(section, ONE, SGD), run(section, plan, SGD), loss=1e-6, norm=2e-6)
 
 
-@pytest.mark.slow
 def test_token_shares_inside_interleaved_stages() -> None:
     section = model("llama")
     plan = replace(LOOPED, strategy="hybrid", tp=2, zero_stage=1, sequence_sharded=True)
     assert_same(run(section, ONE, SGD), run(section, plan, SGD), loss=1e-6, norm=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_adapters(name: str) -> None:
     section = replace(model("llama"), lora=Lora(rank=4, alpha=8))
     assert_same(run(section, ONE), run(section, PLANS[name]), loss=1e-6, norm=1e-5)
 
 
-@pytest.mark.slow
 def test_uneven_stages_of_experts() -> None:
     section = model("mixtral", num_hidden_layers=6)
     plan = replace(LOOPED, pipeline_bounds=(0, 1, 3, 4, 6))

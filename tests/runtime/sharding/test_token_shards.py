@@ -19,6 +19,8 @@ from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.proofs.thread_ranks import ThreadGroup, thread_groups
 from toolkit.runtime.sharding.token_collectives import enter_tokens, leave_tokens, linear_of_tokens
 
+pytestmark = pytest.mark.slow
+
 TWO = Plan(strategy="tensor_parallel", tp=2, micro_batch=2, grad_accum=2, precision="fp32", sequence_sharded=True)
 SHARED = Axes(2, 1, 1, sequence_sharded=True)
 
@@ -65,7 +67,6 @@ def test_real_ranks_train_as_one_process(data: str, changes: dict[str, object]) 
     assert_same(run(section, ONE, SGD, data), run(section, replace(TWO, **changes), SGD, data), loss=1e-6, norm=2e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recompute"), [("llama", "full"), ("gpt2", "none")])
 def test_stages_send_shares(kind: str, recompute: str) -> None:
     section = model(kind)
@@ -76,7 +77,6 @@ def test_stages_send_shares(kind: str, recompute: str) -> None:
     assert_same(run(section, ONE, SGD, "packed"), run(section, plan, SGD, "packed"), loss=1e-6, norm=2e-6)
 
 
-@pytest.mark.slow
 def test_replicas_under_zero_3() -> None:
     section = model("qwen3")
     plan = replace(TWO, dp=2, grad_accum=1, zero_stage=3, zero_group=2)
