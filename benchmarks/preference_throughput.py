@@ -1,4 +1,4 @@
-"""DPO with a cached reference against TRL's DPOTrainer with a live one: same model, rows and precision, one process.
+"""DPO with a cached reference against TRL's DPOTrainer with a live one: same model, pairs and precision, one process.
 
 python -m benchmarks.preference_throughput        # alternates both; prints answer tokens per second and their ratio
 
@@ -21,9 +21,11 @@ from typing import Any
 import yaml
 
 MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512,
-         "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 512}  # fmt: skip
-PAIRS, WARM = 8, 2
-"""Pairs per step, and steps that are not counted."""
+         "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048}  # fmt: skip
+PAIRS, WARM = 10, 2
+"""Pairs per step of TRL, and steps that are not counted."""
+SEQ_LEN = 2048
+"""Tokens of the row that is a step of the toolkit; about `PAIRS` pairs fit into it."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "away", "from", "here")
 
 
@@ -44,8 +46,8 @@ def ours(folder: Path, steps: int, run: int) -> float:
     recipe = {
         "name": "dpo", "model": {"config": MODEL, "precision": "fp32"},
         "data": {"path": str(folder / "rows.jsonl"), "format": "preference", "tokenizer": str(folder / "tokenizer"),
-                 "seq_len": 320, "cache": str(folder / "cache")},
-        "train": {"objective": "dpo", "global_batch": PAIRS, "steps": steps, "lr": 1e-5},
+                 "seq_len": SEQ_LEN, "cache": str(folder / "cache")},
+        "train": {"objective": "dpo", "global_batch": 1, "steps": steps, "lr": 1e-5},
         "strategy": {"name": "data_parallel"},
         "metrics": {"console": False, "detail_every": 0, "wandb": {"mode": "disabled"}},
     }  # fmt: skip
