@@ -40,6 +40,7 @@ from toolkit.runtime.mixtures.expert_shards import cut_experts, hand_to_deepspee
 from toolkit.runtime.mixtures.routers import RouterTable
 from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
+    DTYPES,
     build_in_place,
     build_model,
     can_start_in_place,
@@ -71,8 +72,6 @@ from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, s
 from toolkit.runtime.sharding.styles import is_wrapped
 from toolkit.runtime.sharding.ulysses import SequenceGroup, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, follows_head
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)

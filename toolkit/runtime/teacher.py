@@ -27,7 +27,7 @@ from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
 from toolkit.runtime.models.attention import forward
-from toolkit.runtime.models.build import build_in_place, load_config
+from toolkit.runtime.models.build import DTYPES, build_in_place, load_config
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.objectives.distill_loss import outcomes
 from toolkit.runtime.reference import digest_of_model, tensors_digest, write_tensors
@@ -37,7 +37,6 @@ PART_ROWS = 32
 SEED = 1
 """Of a teacher with random weights."""
 IDS, LOGPS = "ids", "log_probabilities"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,8 @@ class TeacherPass:
                     self.say(f"teacher: {len(missing):,} of {len(parts):,} parts to compute ({self._size(samples)})")
                 self._compute(model[0], _rows_of(samples, part), parts[part], vocabulary)
                 self.tick()
+            if missing:
+                all_max(torch.zeros(1), self.group)  # nobody reads before the first rank of a host has written
             return Taught(samples, tuple(parts))
 
         train = taught(dataset.train)

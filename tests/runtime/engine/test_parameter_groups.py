@@ -20,29 +20,18 @@ pytestmark = pytest.mark.slow
 
 DECAYING = replace(ADAM, lr=0.003, weight_decay=0.5, lr_multipliers={"*wte*": 0.25})
 ZERO = Plan(strategy="zero", dp=2, zero_group=2, micro_batch=2, precision="fp32")
+PIPELINE = Plan(
+    strategy="pipeline", pp=2, zero_stage=1, micro_batch=2, grad_accum=2, precision="fp32", pipeline_bounds=(0, 2, 4)
+)
 PLANS = {
     "data parallel": Plan(strategy="data_parallel", dp=2, micro_batch=2, precision="fp32"),
     "ZeRO 1": replace(ZERO, zero_stage=1),
     "ZeRO 2": replace(ZERO, zero_stage=2),
     "ZeRO 3": replace(ZERO, zero_stage=3),
     "tensor": Plan(strategy="tensor_parallel", tp=2, zero_stage=1, micro_batch=4, precision="fp32"),
-    "pipeline": Plan(
-        strategy="pipeline",
-        pp=2,
-        zero_stage=1,
-        micro_batch=2,
-        grad_accum=2,
-        precision="fp32",
-        pipeline_bounds=(0, 2, 4),
-    ),
-    "pipeline, embeddings in two of its stages": Plan(
-        strategy="pipeline",
-        pp=4,
-        zero_stage=1,
-        micro_batch=1,
-        grad_accum=4,
-        precision="fp32",
-        pipeline_bounds=(0, 1, 2, 3, 4),
+    "pipeline": PIPELINE,
+    "pipeline, embeddings in two of its stages": replace(
+        PIPELINE, pp=4, micro_batch=1, grad_accum=4, pipeline_bounds=(0, 1, 2, 3, 4)
     ),
 }
 

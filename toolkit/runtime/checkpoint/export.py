@@ -20,11 +20,10 @@ from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint import safetensors_writer
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
-from toolkit.runtime.models.build import ADAPTER_TASKS, BUILDERS, build_model, load_config, skeleton
+from toolkit.runtime.models.build import ADAPTER_TASKS, BUILDERS, DTYPES, build_model, load_config, skeleton
 from toolkit.runtime.models.first_weights import MAGNITUDE
 from toolkit.runtime.models.parameter_shards import replace_parameter, sites
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHARD_SIZE = "5GB"
 TRAINED_WHOLE = ".modules_to_save.default."
 """Part of peft's names of modules that are trained without an adapter (the head of a classifier)."""

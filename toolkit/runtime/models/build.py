@@ -42,6 +42,8 @@ from toolkit.runtime.models.first_weights import (
 from toolkit.runtime.models.parameter_shards import freeze, layout_of, replace_parameter, sites
 from toolkit.runtime.models.stored_tensors import TensorInMemory, stored_tensors
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Data types of a recipe's precisions."""
 BUILDERS: dict[str | None, Any] = {
     None: AutoModelForCausalLM,
     "causal-lm": AutoModelForCausalLM,
@@ -258,9 +260,11 @@ def _quantized(section: Model) -> dict[str, Any]:
         return {}
     from transformers import BitsAndBytesConfig
 
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[section.precision]
     config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=kind
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[section.precision],
     )
     return {"quantization_config": config}
 

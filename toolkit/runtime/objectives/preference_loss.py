@@ -20,6 +20,8 @@ from toolkit.runtime.objectives.objective import Figures, Total
 
 FIGURES = ("chosen_reward", "rejected_reward", "margin", "accuracy", "chosen_logp", "rejected_logp")
 """What is reported per step, averaged over pairs."""
+UNPAIRED_FIGURES = ("desirable_reward", "undesirable_reward", "desirable", "accuracy", "kl")
+"""The same of answers without pairs, averaged over answers."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +86,14 @@ _PER_TOKEN = ("simpo", "orpo", "ipo")
 """Objectives whose rewards are averages over tokens."""
 
 
-class PreferenceLoss:
-    """`Loss` of pairs, around the loss that gives each token's cross-entropy."""
+class _AnswerLoss:
+    """What losses of answers have in common, around the loss that gives each token's cross-entropy."""
 
-    def __init__(self, inner: Loss, objective: Objective, settings: Preference) -> None:
+    def __init__(self, inner: Loss, objective: Objective, settings: Preference, figures: tuple[str, ...]) -> None:
         self._inner = inner
-        self._objective = objective
         self._settings = settings.of(objective)
         self._micro: MicroBatch | None = None
-        self.figures = Figures(FIGURES)
+        self.figures = Figures(figures)
         self.recorded: list[torch.Tensor] | None = None
         """If it is a list: log-probabilities of the documents of every micro-batch are appended."""
 
@@ -102,7 +103,16 @@ class PreferenceLoss:
         self._micro = micro
 
     def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of every token."""
         return self._inner.per_token(logits, labels)
+
+
+class PreferenceLoss(_AnswerLoss):
+    """`Loss` of pairs."""
+
+    def __init__(self, inner: Loss, objective: Objective, settings: Preference) -> None:
+        super().__init__(inner, objective, settings, FIGURES)
+        self._objective = objective
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         pairs = pairs_of(self._inner, self._micro, logits, labels)
@@ -132,7 +142,7 @@ class PreferenceLoss:
         self.figures.add(dict(zip(FIGURES, rows, strict=True)), present)
 
 
-class UnpairedLoss:
+class UnpairedLoss(_AnswerLoss):
     """KTO: good answers gain and bad ones lose against the reference, beyond what mismatched answers have gained.
 
     A pair is an answer, and its prompt with the answer of another row. What the latter have gained, on average over
@@ -140,20 +150,8 @@ class UnpairedLoss:
     """
 
     def __init__(self, inner: Loss, settings: Preference) -> None:
-        self._inner = inner
-        self._settings = settings.of("kto")
-        self._micro: MicroBatch | None = None
+        super().__init__(inner, "kto", settings, UNPAIRED_FIGURES)
         self._divergence: torch.Tensor | None = None
-        self.figures = Figures(("desirable_reward", "undesirable_reward", "desirable", "accuracy", "kl"))
-        self.recorded: list[torch.Tensor] | None = None
-
-    def expect(self, micro: MicroBatch) -> None:
-        """The micro-batch of the next forward pass."""
-        self._inner.expect(micro)
-        self._micro = micro
-
-    def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self._inner.per_token(logits, labels)
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         pairs = pairs_of(self._inner, self._micro, logits, labels)
