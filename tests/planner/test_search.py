@@ -51,7 +51,7 @@ def random_job(seed: int) -> Job:
     )
     return job(
         model, machines, global_batch=chance.choice([16, 32, 96]), seq_len=chance.choice([512, 2048, 8192]),
-        precision="fp16" if kind.startswith("V100") else "bf16", flash_attention=chance.random() < 0.8,
+        precision="fp16" if kind.startswith("V100") else "bf16", flash_generation=2 if chance.random() < 0.8 else 0,
     )  # fmt: skip
 
 

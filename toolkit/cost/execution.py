@@ -225,6 +225,11 @@ def routed_expert_params(e: Execution) -> int:
     return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
+def expert_params(e: Execution) -> int:
+    """Parameters of all routed experts of the model."""
+    return e.model.moe_layers * routed_expert_params(e)
+
+
 def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
     """Parameters of adapters, by default on every linear layer except the head: rank × (inputs + outputs) each.
 
@@ -250,7 +255,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     compiled = work.compiled and job.cluster.device.backend != "cpu"  # no gain was measured on CPUs
     software = _deepspeed(
-        flash=2 if work.flash_attention else 0,
+        flash=work.flash_generation,
         dp_overlap=overlap,
         fusion="compiled" if compiled else "eager",
         composed_glu=job.model.model_type == "gpt_oss",

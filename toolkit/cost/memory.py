@@ -26,13 +26,11 @@ from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, of_plan, quantized_width, routed_expert_params
 from toolkit.cost.optimizer_step import grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
-from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
+from toolkit.plans.deepspeed_config import MAX_LIVE_ELEMENTS, UPDATE_ELEMENTS, bucket_elements
 from toolkit.plans.plan import Job, Plan
 
 BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default `reduce_bucket_size`, as in published figures; the toolkit uses smaller buckets."""
-LIVE_ELEMENTS = 1e9
-"""Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 LATE = 0.85
 """Share of the layers that have run when DeepSpeed gathers a frozen head (rehearsed)."""
 IN_USE_LAYERS = 1.5
@@ -121,7 +119,7 @@ class _Step:
         self.early_grads = grads if stand else 0.0  # one micro-batch: they grow as activations are freed
         self.hidden, self.whole = layer_input_bytes(e), whole_tokens_bytes(e)
         self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.head_rank else 0.0
-        self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * LIVE_ELEMENTS)
+        self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * MAX_LIVE_ELEMENTS)
         self.tied = e.model.tied_embeddings and e.pp == 1
 
     def _moment(
@@ -277,7 +275,7 @@ def _param_bytes(e: Execution, params: float) -> float:
 
 def _has_second_copy(e: Execution, params: float) -> bool:
     """Whether hpZ makes its second copy: only when a parameter is first released, so not while all stay gathered."""
-    return e.zero_stage == 3 and e.zero_variant == "hpz" and params > LIVE_ELEMENTS
+    return e.zero_stage == 3 and e.zero_variant == "hpz" and params > MAX_LIVE_ELEMENTS
 
 
 def _in_flight(e: Execution, index: int) -> float:
@@ -312,7 +310,7 @@ def _gathered(e: Execution) -> float:
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
     if not e.drops_gradients:
         return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
-    kept = min(LIVE_ELEMENTS, e.model_params / e.tp)
+    kept = min(MAX_LIVE_ELEMENTS, e.model_params / e.tp)
     return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
 
 
@@ -328,16 +326,16 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
         return 0.0
     total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
     layer = _largest_layer(e)
-    if layer > LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
+    if layer > MAX_LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
         small = table if table <= bucket_elements(e.model_params, e.tp * e.pp, e.bucket_elements) else 0.0
         return e.element_bytes * min(total, layer + (_own_bucket(e) if first_layer else small))
-    held = e.model.tied_embeddings and e.recompute.kept < 1 and table <= LIVE_ELEMENTS  # a larger one is released
+    held = e.model.tied_embeddings and e.recompute.kept < 1 and table <= MAX_LIVE_ELEMENTS  # a larger one is released
     more = table if held else 0.0
     if first_layer:
         more = layer + _own_bucket(e) / 4  # and the bucket of the next ones
     elif e.model.experts:  # of a layer's experts all are gathered at once
         more = max(more, routed_expert_params(e) / e.ep / e.expert_cut)
-    return e.element_bytes * min(total, max(LIVE_ELEMENTS + more, table))
+    return e.element_bytes * min(total, max(MAX_LIVE_ELEMENTS + more, table))
 
 
 def _buffers(e: Execution, params: float) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from toolkit.cost.calibration import Calibration
-from toolkit.cost.communication import expert_params, stage_params
-from toolkit.cost.execution import Execution
+from toolkit.cost.communication import stage_params
+from toolkit.cost.execution import Execution, expert_params
 
 MOMENTS = {
     "adamw": 2, "muon": 1, "adopt": 2, "schedule_free": 3, "adafactor": 0, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0,

@@ -40,7 +40,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             optimizer=recipe.train.optimizer,
             states=recipe.train.states,
             averaged=recipe.train.ema is not None,
-            flash_attention=recipe.model.attention != "eager",
+            flash_generation={"eager": 0, "flash_attention_3": 3}.get(recipe.model.attention, 2),
             compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",

@@ -29,8 +29,8 @@ class Workload:
     """How moments are stored: `fp32`, `bf16` or `8bit`."""
     averaged: bool = False
     """Whether a moving average of the weights is kept."""
-    flash_attention: bool = True
-    """Whether attention runs without storing its scores (sdpa or flash kernels)."""
+    flash_generation: int = 2
+    """Generation of the attention kernel, as of FlashAttention; 0 stores all scores."""
     compiled: bool = False
     """Whether decoder layers run as code of torch.compile."""
     lora_rank: int = 0
