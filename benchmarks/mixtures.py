@@ -84,7 +84,8 @@ def balance(steps: int, words: list[str]) -> int:
 
 def _trained_small(folder: Path, kind: str, router: str, steps: int) -> tuple[list[dict[str, Any]], bool]:
     """Records of a run in one process, and whether its events name a collapse."""
-    config = {**tiny_of_type(kind), **SMALL[kind]}
+    tiny = {key: value for key, value in tiny_of_type(kind).items() if key != "num_local_experts"}
+    config = {**tiny, **SMALL[kind]}
     mapping: dict[str, Any] = {
         "name": "balance",
         "model": {"config": config, "precision": "fp32"},

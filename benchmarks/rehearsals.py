@@ -194,8 +194,10 @@ def _hybrid(tp: int, pp: int) -> tuple[str, ...]:
 
 
 def _experts(ep: int, zero: int, *more: str) -> tuple[str, ...]:
-    pp = () if any(".pp=" in one for one in more) else ("strategy.pp=1",)
-    return "strategy.name=expert_parallel", f"strategy.ep={ep}", f"strategy.zero_stage={zero}", *pp, *more
+    return "strategy.name=expert_parallel", f"strategy.ep={ep}", f"strategy.zero_stage={zero}", "strategy.pp=1", *more
+
+
+STAGES = ("strategy.pp=4", "strategy.schedule=1f1b")
 
 
 ATTENTION_ADAPTERS = "model.lora={rank: 16, targets: [q_proj, k_proj, v_proj, o_proj]}"
@@ -292,7 +294,7 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "ep-zero-2": _experts(8, 2),
             "ep-zero-3": _experts(8, 3),
             "ep-tp": _experts(4, 1, "strategy.tp=2"),
-            "ep-pp": _experts(8, 1, "strategy.pp=4"),
+            "ep-pp": _experts(8, 1, *STAGES),
         },
     ),
     "qwen3-30b-a3b": (
@@ -304,7 +306,7 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "ep-zero-1": _experts(8, 1),
             "ep-zero-2": _experts(8, 2),
             "ep-zero-3": _experts(8, 3),
-            "ep-pp": _experts(8, 1, "strategy.pp=4"),
+            "ep-pp": _experts(8, 1, *STAGES),
         },
     ),
     "gpt-oss-120b": (
@@ -316,10 +318,18 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
             "ep-lora": _experts(8, 1, ATTENTION_ADAPTERS),
             "ep-zero-1": _experts(8, 1),
             "ep-zero-3": _experts(8, 3),
-            "ep-pp": _experts(8, 1, "strategy.pp=4"),
+            "ep-pp": _experts(8, 1, *STAGES),
         },
     ),
-    "deepseek-v3-short": ("deepseek-v3", 32, {"ep-pp": _experts(8, 1, "strategy.pp=4"), "ep-zero-3": _experts(8, 3)}),
+    "deepseek-v3-short": (
+        "deepseek-v3",
+        32,
+        {
+            "ep-pp": _experts(8, 1, *STAGES),
+            "ep-interleaved": _experts(8, 1, "strategy.pp=4", "strategy.schedule=interleaved", "strategy.chunks=4"),
+            "ep-zero-3": _experts(8, 3),
+        },
+    ),
 }
 """Name → (config, nodes of 8 H100, strategies)."""
 LAYERS = {"deepseek-v3-short": 16}

@@ -67,19 +67,19 @@ def moments(e: Execution, params: float) -> float:
     return 2 - matrix_params(e, params) / params
 
 
-def state_shards(e: Execution) -> float:
+def state_shards(e: Execution, stage: tuple[float, float] | None = None) -> float:
     """Ranks that optimizer states are sharded over; with hpZ, all replicas.
 
     Experts have only `ranks / ep` copies to be sharded over: then this is the mean over all parameters of a rank.
+    `stage`: its parameters, and those of its experts among them; default: of an average stage.
     """
     if e.zero_stage == 0:
         return 1
     ranks = e.replicas if e.zero_variant == "hpz" else min(e.zero_group, e.replicas)
     if e.ep == 1 or ranks == 1:
         return ranks
-    experts, own = expert_params(e) / (e.expert_cut * e.pp), stage_params(e)
-    dense = own - experts / e.ep
-    return own / (dense / ranks + experts / e.ep / max(1, ranks // e.ep))
+    own, experts = stage or (stage_params(e), expert_params(e) / e.ep / (e.expert_cut * e.pp))
+    return own / ((own - experts) / ranks + experts / max(1, ranks // e.ep))
 
 
 def _offloaded(e: Execution, shard: float) -> float:

@@ -26,7 +26,7 @@ def model_flops(job: Job) -> float:
     matmul_params = model.active_params - (0 if model.tied_embeddings else model.embedding_params)
     each = 6.0 * matmul_params
     if work.lora_rank:
-        each = 4.0 * matmul_params + 6.0 * lora_params(model, work.lora_rank)
+        each = 4.0 * matmul_params + 6.0 * lora_params(model, work.lora_rank, work.lora_targets)
     return work.tokens * (each + 12 * _attention_flops(model, work.seq_len))
 
 
