@@ -207,7 +207,7 @@ class _Step:
         e = self.e
         table = e.element_bytes * e.model.vocab * e.model.hidden / e.tp if not e.lora_rank else 0.0
         largest = largest_tensor(e)
-        copies = self._copied(e.model.vocab * e.model.hidden / e.tp)
+        copies = self._copied(table / e.element_bytes)
         if self.index == 0 and self.tied:
             both = self.grads + table
             again = table if e.zero_stage == 3 and e.replicas > 1 else 0.0  # gathered again, whatever the limit
