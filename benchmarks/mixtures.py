@@ -45,11 +45,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "n_routed_experts": EXPERTS,
         "num_experts_per_tok": 2, "num_hidden_layers": LAYERS, "n_group": 1, "topk_group": 1, "vocab_size": 264,
-        "first_k_dense_replace": 0,
+        "max_position_embeddings": 512, "first_k_dense_replace": 0,
     },
     "mixtral": {
         "hidden_size": 64, "intermediate_size": 64, "num_local_experts": EXPERTS, "num_experts_per_tok": 2,
-        "num_hidden_layers": LAYERS, "vocab_size": 264,
+        "num_hidden_layers": LAYERS, "vocab_size": 264, "max_position_embeddings": 512,
     },
 }  # fmt: skip
 BALANCES: dict[str, tuple[str, str]] = {

@@ -77,6 +77,8 @@ PAUSE_SECONDS = 0.01
 than the wait for it lasts, on a busy machine for long enough to be part of the peak."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
+EXPERT_BOUND = 0.05
+"""Largest relative difference between predicted and rehearsed live bytes of expert plans."""
 MEAN_BOUND, WORST_BOUND, PART_BOUND = 0.03, 0.08, 0.1
 """Largest mean and single relative difference between predicted and rehearsed live bytes, and that of a part."""
 
