@@ -38,8 +38,8 @@ from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure, 
 from toolkit.sessions.resolve import resolve
 
 ROOT = Path(__file__).resolve().parent.parent
-LAST_STEPS = 50
-"""Steps at the end of a run over whose tokens loads are summed."""
+LAST_STEPS, DETAIL_EVERY = 50, 5
+"""Steps at the end of a run over whose tokens loads are summed, of which every fifth has them."""
 EXPERTS, LAYERS = 8, 4
 SMALL: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
@@ -68,7 +68,7 @@ def balance(steps: int, words: list[str]) -> int:
             continue
         with tempfile.TemporaryDirectory(prefix="mixtures-") as folder:
             records, named = _trained_small(Path(folder), kind, router, steps)
-        loads = [record["router_load"] for record in records[-LAST_STEPS:]]
+        loads = [record["router_load"] for record in records[-LAST_STEPS:] if record.get("router_load")]
         summed = [[sum(column) for column in zip(*layer, strict=True)] for layer in zip(*loads, strict=True)]
         worst = max(map(max_over_mean, summed))
         each = statistics.median(record["router"]["max_over_mean"] for record in records[-LAST_STEPS:])
@@ -92,7 +92,7 @@ def _trained_small(folder: Path, kind: str, router: str, steps: int) -> tuple[li
         "data": {"path": str(ROOT / "docs" / "*.md"), "tokenizer": "bytes", "seq_len": 256, "cache": str(folder / "c")},
         "train": {"global_batch": 16, "steps": steps, "lr": 3e-3},
         "strategy": {"name": "data_parallel"},
-        "metrics": {"console": False, "every": 1, "detail_every": 1, "wandb": {"mode": "disabled"}},
+        "metrics": {"console": False, "every": 1, "detail_every": DETAIL_EVERY, "wandb": {"mode": "disabled"}},
     }
     run = resolve(make_recipe(mapping, [f"train.router={router}"]), 1).write(folder / "run")
     codes = run_warm(launchers.commands("local", run.path, 1, "cpu"))
