@@ -41,6 +41,19 @@ RULES: tuple[RecipeRule, ...] = (
         "weigh their losses by tokens; use another strategy than local_sgd",
     ),
     RecipeRule(
+        asks=lambda recipe: recipe.train.reference == "live",
+        forbids=lambda recipe, plan: plan.offload.endswith("_params"),
+        reason="train.reference live computes with a copy of the first weights on the device, and {plan.offload} keeps "
+        "weights elsewhere; use train.reference=cached, or another offload",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.train.distill is not None and recipe.train.distill.predictions == "live",
+        forbids=lambda recipe, plan: plan.pp > 1,
+        reason="a live teacher would need pipeline stages of its own; use train.distill.predictions=cached, or "
+        "data_parallel, zero or tensor_parallel",
+        limits="live teacher with a pipeline",
+    ),
+    RecipeRule(
         asks=lambda recipe: _has_other_task(recipe),
         forbids=lambda recipe, plan: plan.token_parts > 1,
         reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "

@@ -20,6 +20,7 @@ from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.data_checks import texts_per_sample
 from toolkit.recipe.model_section import Model
+from toolkit.recipe.objective_sections import TWICE, Distill
 from toolkit.recipe.sections import Recipe
 from toolkit.resources import CONFIGS
 
@@ -50,6 +51,9 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
             whole_logits=recipe.train.objective == "distill",
+            first_passes=int(recipe.train.reference == "live") + int(recipe.train.objective in TWICE),
+            live_reference=recipe.train.reference == "live",
+            teacher=_live_teacher(recipe.train.distill),
             balance=balance_of(recipe.train.router, config),
         ),
         fixed=_fixed(recipe),
@@ -73,6 +77,13 @@ def raw_config(section: Model) -> Mapping[str, Any]:
         return section.config
     assert section.path is not None
     return load_model_config(section.path, models_dir=CONFIGS / "models")
+
+
+def _live_teacher(section: Distill | None) -> ModelSpec | None:
+    """The teacher, if it predicts in every step."""
+    if section is None or section.predictions != "live":
+        return None
+    return read_model_config(raw_config(Model(path=section.teacher, config=section.teacher_config)))
 
 
 def _sample_tokens(recipe: Recipe, config: Mapping[str, Any]) -> int:

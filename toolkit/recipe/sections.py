@@ -117,7 +117,8 @@ class Train:
     """Settings of objectives that learn from better and worse answers."""
     reference: Literal["cached", "live"] | None = None
     """Where `dpo`, `ipo` and `kto` get the reference's log-probabilities: `cached`, the default, computes them once
-    before training; `live`, which would keep a second model, is refused by this version."""
+    before training; `live` computes them in every step, with a copy of the first weights (of adapters only, under
+    LoRA). Both give the same losses."""
     rank: Rank | None = None
     """Settings of the objective `rank`."""
     contrastive: Contrastive | None = None

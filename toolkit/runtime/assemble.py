@@ -24,7 +24,7 @@ from toolkit.runtime.between_steps import (
     StopHook,
     WarningHook,
 )
-from toolkit.runtime.build_engine import EngineSpec, build_async_island, build_engine
+from toolkit.runtime.build_engine import EngineSpec, build_async_island, build_engine, build_teacher
 from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint.resume import Say
 from toolkit.runtime.checkpoint.saver import Saver
@@ -51,12 +51,12 @@ from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.objectives.contrastive_loss import RetrievalMeasures
 from toolkit.runtime.observer import Observer
-from toolkit.runtime.reference import ReferencePass, with_reference
+from toolkit.runtime.reference import InformedEngine, ReferencePass, with_live_reference, with_reference
 from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
 from toolkit.runtime.summary import Averages
-from toolkit.runtime.teacher import with_teacher
+from toolkit.runtime.teacher import TeacherPass, make_teacher
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,9 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     order = dataset.order(recipe, plan.global_batch)
     say = _speaker(world, context.console)
     tell = _console_say(recipe, say) if world.rank == 0 else print
-    dataset = with_teacher(dataset, recipe, world, partial(context.heartbeat.move, phase="asking the teacher"), tell)
+    teacher = make_teacher(recipe, world, partial(context.heartbeat.move, phase="asking the teacher"), tell)
+    if teacher is not None and not teacher.is_live:
+        dataset = teacher.over(dataset)
     last_step = num_steps(recipe, order)
     clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
     comm = comm_timer.install(clock, plan.tp * plan.token_parts)
@@ -184,7 +186,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     )
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
-    engine = async_island or build_engine(engine_spec, world)
+    engine = async_island or _informed(build_engine(engine_spec, world), engine_spec, world, dataset, teacher)
     share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
     dataset = with_reference(
         dataset,
@@ -218,6 +220,17 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         share=share,
         say=say,
     )
+
+
+def _informed(engine: Engine, spec: EngineSpec, world: World, dataset: Dataset, teacher: TeacherPass | None) -> Engine:
+    """The engine, with a reference or a teacher beside it if the recipe asks for a live one."""
+    if spec.train.reference == "live":
+        return with_live_reference(engine)
+    if teacher is None or not teacher.is_live:
+        return engine
+    assert dataset.tokenizer is not None
+    make = partial(build_teacher, plan=spec.plan, config=spec.deepspeed, world=world)
+    return InformedEngine(engine, teacher.live(dataset.tokenizer, make))
 
 
 def _position(

@@ -1,4 +1,5 @@
-"""What distillation learns from: a pass of the teacher over the data, before training, kept in the data cache.
+"""What distillation learns from: a pass of the teacher over the data, before training, kept in the data cache; or a
+teacher that predicts in every step.
 
 Kept are the teacher's likeliest tokens at each position, in parts of a few rows. A part is named after the model, the
 settings and its tokens, so an interrupted pass resumes, and other data or another order does not mix with it.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.build import DTYPES, build_in_place, load_config
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.objectives.distill_loss import outcomes
-from toolkit.runtime.reference import digest_of_model, tensors_digest, write_tensors
+from toolkit.runtime.reference import Inform, digest_of_model, tensors_digest, write_tensors
 
 PART_ROWS = 32
 """Rows of one file."""
@@ -102,6 +103,11 @@ class TeacherPass:
     say: Callable[[str], object]
     group: Any = field(default_factory=host_group)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it predicts in every step, instead of before training."""
+        return self.settings.predictions == "live"
+
     def over(self, dataset: Dataset) -> Dataset:
         """The data with what the teacher predicts."""
         assert dataset.tokenizer is not None
@@ -155,6 +161,29 @@ class TeacherPass:
         model: torch.nn.Module = build_in_place(section, SEED, dtype, str(device()))
         return model.eval()
 
+    def live(self, tokenizer: Tokenizer, make: Callable[[Model, int], torch.nn.Module]) -> Inform:
+        """Adds the teacher's predictions to micro-batches as they come. `make`: the teacher of a section and a seed."""
+        teacher = self._section()
+        vocabulary = shared_vocabulary(self.recipe.model, teacher, tokenizer)
+        model = make(teacher, SEED)
+
+        def inform(batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+            return [self._taught(model, micro, vocabulary) for micro in batch]
+
+        return inform
+
+    @torch.no_grad()
+    def _taught(self, model: torch.nn.Module, micro: MicroBatch, vocabulary: int) -> MicroBatch:
+        logits = forward(model, micro.located().to(device())).logits[..., :vocabulary]
+        ids, logps = self._predictions(logits, vocabulary)
+        return replace(micro, teacher_ids=ids, teacher_logps=logps)
+
+    def _predictions(self, logits: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens at each position, and the log-probabilities of them and of all others together."""
+        wide = logits.float() / self.settings.temperature
+        top = wide.topk(self._kept(vocabulary), -1).indices
+        return top.int(), outcomes(wide, top)
+
     def _compute(self, model: torch.nn.Module, rows: MicroBatch, path: Path, vocabulary: int) -> None:
         """One part: each rank computes some of its rows, and every host writes all of them."""
         kept, count = self._kept(vocabulary), len(rows.labels)
@@ -165,9 +194,8 @@ class TeacherPass:
             one = rows.map(lambda tensor, row=row: tensor[row : row + 1])  # type: ignore[misc]
             with torch.no_grad():
                 logits = forward(model, replace(one, documents=None).located().to(device())).logits[0, :, :vocabulary]
-            wide = logits.float() / self.settings.temperature
-            top = wide.topk(kept, -1).indices
-            ids[row], logps[row] = top.int().cpu(), outcomes(wide, top).cpu()
+            found = self._predictions(logits, vocabulary)
+            ids[row], logps[row] = found[0].cpu(), found[1].cpu()
         ids, logps = all_sum(ids, self.group), all_sum(logps, self.group)
         if self.world.local_rank == 0:
             write_tensors(path, {IDS: ids.numpy(), LOGPS: logps.numpy()})
@@ -217,11 +245,11 @@ def _tokenizer_of(section: Model) -> Iterator[Tokenizer]:
             yield load_tokenizer(None, section.path)
 
 
-def with_teacher(
-    dataset: Dataset, recipe: Recipe, world: World, tick: Callable[[], object], say: Callable[[str], object]
-) -> Dataset:
-    """The data with what its objective learns from, if it has a teacher. Collective."""
+def make_teacher(
+    recipe: Recipe, world: World, tick: Callable[[], object], say: Callable[[str], object]
+) -> TeacherPass | None:
+    """The teacher of a recipe, if its objective has one."""
     settings = recipe.train.distill
     if recipe.train.objective != "distill" or settings is None:
-        return dataset
-    return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say).over(dataset)
+        return None
+    return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say)
