@@ -24,7 +24,7 @@ from toolkit.runtime.between_steps import (
     StopHook,
     WarningHook,
 )
-from toolkit.runtime.build_engine import EngineSpec, build_async_island, build_engine, build_teacher
+from toolkit.runtime.build_engine import EngineSpec, build_async_island, build_engine
 from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint.resume import Say
 from toolkit.runtime.checkpoint.saver import Saver
@@ -38,6 +38,7 @@ from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.weight_average import evaluated_weights
 from toolkit.runtime.evaluate import Evaluator, Measures
+from toolkit.runtime.generate_text import make_sampler
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import meeting_steps
 from toolkit.runtime.loop import AsyncRounds, Loop, Position, RemainingSteps, StepSource
@@ -51,12 +52,12 @@ from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.objectives.contrastive_loss import RetrievalMeasures
 from toolkit.runtime.observer import Observer
-from toolkit.runtime.reference import InformedEngine, ReferencePass, with_live_reference, with_reference
+from toolkit.runtime.reference import ReferencePass, with_reference
 from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
 from toolkit.runtime.summary import Averages
-from toolkit.runtime.teacher import TeacherPass, make_teacher
+from toolkit.runtime.teacher import informed, make_teacher
 
 
 @dataclass(frozen=True)
@@ -186,8 +187,13 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     )
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
-    engine = async_island or _informed(build_engine(engine_spec, world), engine_spec, world, dataset, teacher)
-    share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
+    engine = async_island or informed(build_engine(engine_spec, world), engine_spec, world, dataset, teacher)
+    share = Share(
+        replica=engine.replica,
+        replicas=plan.dp * plan.islands,
+        micro_batch=plan.micro_batch,
+        noise_seed=recipe.train.seed if recipe.train.neftune_alpha else None,
+    )
     dataset = with_reference(
         dataset,
         recipe,
@@ -220,17 +226,6 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         share=share,
         say=say,
     )
-
-
-def _informed(engine: Engine, spec: EngineSpec, world: World, dataset: Dataset, teacher: TeacherPass | None) -> Engine:
-    """The engine, with a reference or a teacher beside it if the recipe asks for a live one."""
-    if spec.train.reference == "live":
-        return with_live_reference(engine)
-    if teacher is None or not teacher.is_live:
-        return engine
-    assert dataset.tokenizer is not None
-    make = partial(build_teacher, plan=spec.plan, config=spec.deepspeed, world=world)
-    return InformedEngine(engine, teacher.live(dataset.tokenizer, make))
 
 
 def _position(
@@ -306,6 +301,7 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
         log=recorder.evaluated,
         measures=_measures(parts),
         weights=evaluated_weights(recipe.train, parts.engine.state),
+        sample=make_sampler(recipe, parts.engine, parts.dataset.tokenizer),
     )
     evaluator.resume_at(parts.position.step)
     return evaluator
@@ -335,6 +331,7 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
             last_step=parts.last_step,
             saves=recipe.checkpoint.every > 0,
             patience=recipe.train.patience,
+            keep_best=recipe.checkpoint.keep_best,
         )
     yield HeartbeatHook(heartbeat)
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}

@@ -34,7 +34,7 @@ from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.sample_order import PAST_END, own_share
 from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
-from toolkit.runtime.engine.protocol import Engine, EvaluationSums, StepResult
+from toolkit.runtime.engine.protocol import Engine, EvaluationSums, Predicts, StepResult
 from toolkit.runtime.engine.training_state import DeepSpeedState
 from toolkit.runtime.engine.weight_average import FirstWeights
 from toolkit.runtime.metrics.step_clock import Clock
@@ -152,6 +152,11 @@ class InformedEngine:
 
     def watch(self, clock: Clock) -> None:
         self.inner.watch(clock)
+
+    def predict(self, micro: MicroBatch) -> torch.Tensor:
+        """The likeliest token after each token of a micro-batch. Collective."""
+        assert isinstance(self.inner, Predicts), "this engine predicts no tokens"
+        return self.inner.predict(micro)
 
 
 def with_live_reference(engine: Engine) -> InformedEngine:

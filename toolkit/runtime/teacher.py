@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,24 @@ from toolkit.errors import BadInput
 from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Distill
 from toolkit.recipe.sections import Recipe
+from toolkit.runtime.build_engine import EngineSpec, build_teacher
 from toolkit.runtime.corpus.tokenizer import Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.samples import Samples
 from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
+from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.build import DTYPES, build_in_place, load_config
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.objectives.distill_loss import outcomes
-from toolkit.runtime.reference import Inform, digest_of_model, tensors_digest, write_tensors
+from toolkit.runtime.reference import (
+    Inform,
+    InformedEngine,
+    digest_of_model,
+    tensors_digest,
+    with_live_reference,
+    write_tensors,
+)
 
 PART_ROWS = 32
 """Rows of one file."""
@@ -253,3 +263,14 @@ def make_teacher(
     if recipe.train.objective != "distill" or settings is None:
         return None
     return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say)
+
+
+def informed(engine: Engine, spec: EngineSpec, world: World, dataset: Dataset, teacher: TeacherPass | None) -> Engine:
+    """The engine, with a reference or a teacher beside it if the recipe asks for a live one."""
+    if spec.train.reference == "live":
+        return with_live_reference(engine)
+    if teacher is None or not teacher.is_live:
+        return engine
+    assert dataset.tokenizer is not None
+    make = partial(build_teacher, plan=spec.plan, config=spec.deepspeed, world=world)
+    return InformedEngine(engine, teacher.live(dataset.tokenizer, make))

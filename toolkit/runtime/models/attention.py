@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
+from toolkit.runtime.models import embedding_noise
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.embedder import Embedder
@@ -84,7 +85,8 @@ def attending(documents: Documents | None) -> Iterator[None]:
 
 def forward(model: Callable[..., Any], micro: MicroBatch) -> Any:
     """A model's forward pass on a micro-batch, with attention inside its documents."""
-    with attending(micro.located().documents):
+    located = micro.located()
+    with attending(located.documents), embedding_noise.of(located):
         return model(**micro.inputs())
 
 
