@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
@@ -24,7 +23,6 @@ from toolkit.recipe.objective_sections import Contrastive, Preference, Rank
 from toolkit.recipe.schedules import Schedule
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.async_islands import Membership
-from toolkit.runtime.distributed import rng
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.gradient_norm import NoiseMeter
@@ -118,29 +116,6 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model), mesh), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
-
-
-def build_teacher(section: Model, seed: int, plan: Plan, config: Mapping[str, Any], world: World) -> torch.nn.Module:
-    """A second model for forward passes beside the engine: in tensor shards, in ZeRO 3 shards, or complete, as the
-    plan has the first; without pipeline stages. Random generators stay as they are. Collective."""
-    assert plan.pp == 1, "a teacher has no stages"
-    generators = rng.capture()
-    dtype = DTYPES[plan.precision]
-    model: Any
-    if plan.tp > 1:
-        model, weights = open_skeleton(section, seed)
-        shard(model, tensor_group(Mesh(plan, world.rank, world.size, world.local_size)), sliced_logits=False)
-        name = get_accelerator().current_device_name()
-        fill(model, weights, place=lambda own: own.to(device=name, dtype=dtype))
-        weights.fill_buffers(model)
-    elif plan.zero_stage == 3 and plan.dp > 1 and can_start_in_place(section):
-        model = sharded_model(section, seed, config, dtype)
-        forward_only = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
-        model, *_ = deepspeed.initialize(model=model, config=forward_only)
-    else:
-        model = build_in_place(section, seed, dtype, get_accelerator().current_device_name())
-    rng.restore(generators)
-    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
 def _mesh(spec: EngineSpec, world: World) -> Mesh:

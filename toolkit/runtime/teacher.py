@@ -10,29 +10,35 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import BadInput
+from toolkit.plans.plan import Plan
 from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Distill
 from toolkit.recipe.sections import Recipe
-from toolkit.runtime.build_engine import EngineSpec, build_teacher
+from toolkit.runtime.build_engine import EngineSpec, tensor_group
 from toolkit.runtime.corpus.tokenizer import Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.samples import Samples
+from toolkit.runtime.distributed import rng
+from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.models.attention import forward
-from toolkit.runtime.models.build import DTYPES, build_in_place, load_config
+from toolkit.runtime.models.build import DTYPES, build_in_place, can_start_in_place, fill, load_config, open_skeleton
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.objectives.distill_loss import outcomes
 from toolkit.runtime.reference import (
     Inform,
@@ -42,6 +48,7 @@ from toolkit.runtime.reference import (
     with_live_reference,
     write_tensors,
 )
+from toolkit.runtime.sharding.shard_model import shard
 
 PART_ROWS = 32
 """Rows of one file."""
@@ -263,6 +270,29 @@ def make_teacher(
     if recipe.train.objective != "distill" or settings is None:
         return None
     return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say)
+
+
+def build_teacher(section: Model, seed: int, plan: Plan, config: Mapping[str, Any], world: World) -> torch.nn.Module:
+    """A second model for forward passes beside the engine: in tensor shards, in ZeRO 3 shards, or complete, as the
+    plan has the first; without pipeline stages. Random generators stay as they are. Collective."""
+    assert plan.pp == 1, "a teacher has no stages"
+    generators = rng.capture()
+    dtype = DTYPES[plan.precision]
+    model: Any
+    if plan.tp > 1:
+        model, weights = open_skeleton(section, seed)
+        shard(model, tensor_group(Mesh(plan, world.rank, world.size, world.local_size)), sliced_logits=False)
+        name = get_accelerator().current_device_name()
+        fill(model, weights, place=lambda own: own.to(device=name, dtype=dtype))
+        weights.fill_buffers(model)
+    elif plan.zero_stage == 3 and plan.dp > 1 and can_start_in_place(section):
+        model = sharded_model(section, seed, config, dtype)
+        forward_only = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        model, *_ = deepspeed.initialize(model=model, config=forward_only)
+    else:
+        model = build_in_place(section, seed, dtype, get_accelerator().current_device_name())
+    rng.restore(generators)
+    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
 def informed(engine: Engine, spec: EngineSpec, world: World, dataset: Dataset, teacher: TeacherPass | None) -> Engine:

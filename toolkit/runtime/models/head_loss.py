@@ -1,8 +1,9 @@
 """Head and cross-entropy in one: logits exist for one block of the vocabulary at a time, never all of them.
 
-The head's forward pass returns, per token, its loss and, without gradients, the likeliest next token. It stays a module with its own
-weight, so ZeRO 3 gathers the weight for it as for any other. Written by hand, since DeepSpeed's chunked loss (0.19.8)
-keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no slices of the vocabulary.
+The head's forward pass returns, per token, its loss and, without gradients, the likeliest next token. It stays a module
+with its own weight, so ZeRO 3 gathers the weight for it as for any other. Written by hand, since DeepSpeed's chunked
+loss (0.19.8) keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no slices of the
+vocabulary.
 """
 
 from __future__ import annotations
