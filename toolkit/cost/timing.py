@@ -119,6 +119,15 @@ def forward_time(plan: Plan, job: Job) -> Time:
     return _forward_time(e, layer, _stages(e, layer, host_bound(head, e, CALIBRATION)), seconds(e))
 
 
+def teacher_pass_time(plan: Plan, job: Job, teacher: ModelSpec) -> Time:
+    """Predicted seconds per global batch of a teacher's pass before training: complete on each rank, row by row."""
+    rows = -(-job.workload.global_batch // plan.devices)
+    alone = replace(
+        of_plan(plan, job), dp=plan.devices, tp=1, sp=1, cp=1, ep=1, zero_stage=0, micro_batch=1, grad_accum=rows
+    )
+    return _teacher_time(alone, teacher, CALIBRATION)
+
+
 def _forward_time(e: Execution, layer: LayerSeconds, stages: Stages, step: Time) -> Time:
     """Seconds of a pass without gradients. Of a step's three passes through head and ZeRO 3's traffic it is one."""
     each = e.grad_accum * stages.layers

@@ -47,7 +47,7 @@ RULES: tuple[RecipeRule, ...] = (
         "weights elsewhere; use train.reference=cached, or another offload",
     ),
     RecipeRule(
-        asks=lambda recipe: recipe.train.distill is not None and recipe.train.distill.predictions == "live",
+        asks=lambda recipe: recipe.train.has_live_teacher,
         forbids=lambda recipe, plan: plan.pp > 1,
         reason="a live teacher would need pipeline stages of its own; use train.distill.predictions=cached, or "
         "data_parallel, zero or tensor_parallel",

@@ -205,6 +205,11 @@ class Train:
     spike_factor: float = number(3.0, above=1)
     """A loss this many times the median of the last 20 steps is a spike; used with `on_spike: rewind`."""
 
+    @property
+    def has_live_teacher(self) -> bool:
+        """Whether a teacher predicts in every step."""
+        return self.distill is not None and self.distill.predictions == "live"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySection:

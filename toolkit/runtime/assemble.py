@@ -51,6 +51,7 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.objectives.contrastive_loss import RetrievalMeasures
+from toolkit.runtime.objectives.score_loss import RankMeasures
 from toolkit.runtime.observer import Observer
 from toolkit.runtime.reference import ReferencePass, with_reference
 from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
@@ -310,6 +311,8 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
 def _measures(parts: _Parts) -> Measures | None:
     """What an evaluation measures besides loss and accuracy."""
     train = parts.recipe.train
+    if train.objective == "rank":
+        return RankMeasures(parts.engine.loss)
     if train.objective != "contrastive":
         return None
     return RetrievalMeasures(parts.engine.loss, train.contrastive or Contrastive())

@@ -124,5 +124,7 @@ class Evaluator:
             measure = f"accuracy {record['accuracy']:.1%}"
         if "recall@10" in record:
             measure = f"recall@10 {record['recall@10']:.1%} · MRR {record['mrr']:.3f}"
+        if "ndcg" in record:
+            measure = f"accuracy {record['accuracy']:.1%} · nDCG {record['ndcg']:.3f}"
         best = "the best so far" if better else f"best {self.best['loss']:.4f} at step {self.best['step']}"
         return f"evaluation at step {record['step']}: loss {record['loss']:.4f} · {measure} · {best}"

@@ -11,9 +11,10 @@ import yaml
 
 import strategies
 from toolkit.cost.execution import of_plan
-from toolkit.cost.timing import forward_time, hardware_flops, model_flops
+from toolkit.cost.timing import forward_time, hardware_flops, model_flops, teacher_pass_time
 from toolkit.errors import BadInput, NoPlanFits, Problem
 from toolkit.launching.launchers import accelerate_config
+from toolkit.models.spec import read_model_config
 from toolkit.planner import search
 from toolkit.planner.explain import caveats
 from toolkit.planner.recipe_rules import keepable
@@ -23,6 +24,7 @@ from toolkit.plans.job import make_job, raw_config
 from toolkit.plans.plan import Job
 from toolkit.plans.split_verdicts import Axes, Proofs, judged
 from toolkit.plans.token_shares import why_whole
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import COMPARED
 from toolkit.recipe.schema import nearest
 from toolkit.recipe.sections import Recipe
@@ -196,24 +198,31 @@ def _objective_notes(resolved: Resolved) -> Iterator[str]:
 def _first_pass(resolved: Resolved) -> Iterator[str]:
     """Say what a pass over the data takes that comes before the first step, or what a live model adds to each step."""
     train, job, chosen = resolved.recipe.train, resolved.job, resolved.decision.chosen
-    if chosen is None:
+    if chosen is None or train.objective not in (*COMPARED, "distill"):
         return
-    kept = train.objective in COMPARED and train.reference != "live"
-    if kept:
-        each = forward_time(chosen.plan, job).total
-        most = f", at most {each * train.steps / 60:.3g} minutes" if train.steps else ""
-        yield (
-            f"before the first step the reference computes every sample once: {each:.3g} s per global batch{most}; a "
-            "second run on the same data does not repeat it"
-        )
     if train.reference == "live":
         of = "the adapters" if resolved.recipe.model.lora else "the weights"
         each = forward_time(chosen.plan, job).total
         yield f"the live reference keeps a copy of {of}, and adds {each:.3g} s to every step; cached adds none"
-    if job.workload.teacher is not None:
+    elif train.has_live_teacher:
+        assert job.workload.teacher is not None
         yield f"the live teacher keeps {job.workload.teacher.params / 1e9:.3g}B parameters beside the student's"
-    elif train.objective == "distill":
-        yield "before the first step each rank holds the complete teacher, which predicts every sample once"
+    elif train.distill is None:
+        yield _before("the reference", forward_time(chosen.plan, job).total, train.steps)
+    else:
+        teacher = read_model_config(raw_config(Model(path=train.distill.teacher, config=train.distill.teacher_config)))
+        yield _before(
+            "the teacher, complete on each rank,", teacher_pass_time(chosen.plan, job, teacher).total, train.steps
+        )
+
+
+def _before(who: str, each: float, steps: int | None) -> str:
+    """What a pass before training takes; each sample is computed once, so more steps than the data has cost nothing."""
+    most = f", at most {each * steps / 60:.3g} minutes" if steps else ""
+    return (
+        f"before the first step {who} computes every sample once: {each:.3g} s per global batch{most}; a second run on "
+        "the same data does not repeat it"
+    )
 
 
 def _update_rules(resolved: Resolved) -> Iterator[str]:
