@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolkit.planner.search import Option
+from toolkit.cost.estimate import Estimate
 from toolkit.recipe.file import load_recipe
 from toolkit.resources import RECIPES
 from toolkit.sessions.resolve import plan_notes, resolve
@@ -23,11 +23,11 @@ def test_objectives_say_what_they_change(recipe: str, words: list[str]) -> None:
     assert all(word in notes for word in words)
 
 
-ZERO_3 = ("strategy={name: zero, zero_stage: 3, micro_batch: 1, recompute: full}",)
+ZERO_3 = ("strategy={name: zero, zero_stage: 3, zero_group: 8, micro_batch: 1, recompute: full}",)
 
 
-def planned(recipe: str, *overrides: str) -> Option:
-    return resolve(load_recipe(RECIPES / f"{recipe}.yaml", overrides)).chosen
+def planned(recipe: str, *overrides: str) -> Estimate:
+    return resolve(load_recipe(RECIPES / f"{recipe}.yaml", overrides)).chosen.estimate
 
 
 def test_a_live_reference_is_in_the_prediction() -> None:
@@ -42,7 +42,7 @@ def test_a_live_reference_is_in_the_prediction() -> None:
 
 
 def test_a_live_teacher_is_in_the_prediction() -> None:
-    fixed = ("strategy={name: zero, zero_stage: 3, micro_batch: 4}",)
+    fixed = ("strategy={name: zero, zero_stage: 3, zero_group: 8, micro_batch: 4}",)
     cached, live = (
         planned("distill_qwen3-0.6b_zero", f"train.distill.predictions={how}", *fixed) for how in ("cached", "live")
     )

@@ -29,6 +29,8 @@ BLOCK_ELEMENTS = 2**25
 """Logits of one block: 128 MiB in fp32."""
 WHOLE_ELEMENTS = 2**27
 """In host memory, fewer logits than this are made at once: blocks are computed a second time in the backward pass."""
+WORTH_SKIPPING = 0.9
+"""In host memory, if fewer tokens than this share count (answers after prompts), only their logits are made."""
 SUM_ELEMENTS = 2**26
 """Elements of the hidden states' gradient that are summed in fp32 at a time: 256 MiB."""
 
@@ -106,7 +108,10 @@ class HeadLoss:
         assert self._labels is not None, "the head's loss needs labels before the forward pass"
         rows, labels, self._labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.flatten(), None
         elements = len(rows) * len(weight)
-        if self._ranks is None and elements <= (WHOLE_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS):
+        if self._ranks is None and elements <= WHOLE_ELEMENTS and torch.is_grad_enabled() and _skips_prompts(labels):
+            losses = self._counted(rows, weight, bias, labels)
+            predicted = torch.zeros_like(losses)
+        elif self._ranks is None and elements <= (WHOLE_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS):
             losses, predicted = self._whole(rows, weight, bias, labels)
         else:
             share = in_training(self.smoothing)
@@ -114,6 +119,14 @@ class HeadLoss:
             spec = _Spec(self._transform, self._ranks, self._start, not torch.is_grad_enabled(), share, columns)
             losses, predicted = _BlockLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]
         return torch.stack([losses, predicted], -1).view(*hidden.shape[:-1], 2)
+
+    def _counted(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses of all tokens, from the logits of those that count."""
+        places = (labels != IGNORE).nonzero()[:, 0]
+        found, _ = self._whole(rows[places], weight, bias, labels[places])
+        return found.new_zeros(len(labels)).index_put((places,), found)
 
     def _whole(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
@@ -123,6 +136,11 @@ class HeadLoss:
         share = in_training(self.smoothing)
         losses = cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none", label_smoothing=share)
         return losses, torch.zeros_like(losses) if torch.is_grad_enabled() else logits.argmax(-1).to(losses.dtype)
+
+
+def _skips_prompts(labels: torch.Tensor) -> bool:
+    """Whether logits of uncounted tokens are worth leaving out. Only in host memory: a device would have to be read."""
+    return labels.device.type == "cpu" and bool((labels != IGNORE).sum() < WORTH_SKIPPING * labels.numel())
 
 
 @dataclass(frozen=True)
