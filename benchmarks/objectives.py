@@ -50,7 +50,8 @@ class Case:
 
 
 def _distill(**more: Any) -> dict[str, Any]:
-    return {"objective": "distill", "distill": {"teacher_config": LLAMA, "top_k": 8, "ce_weight": 0.25, **more}}
+    teacher = {**LLAMA, "initializer_range": 0.3}  # one that prefers some tokens
+    return {"objective": "distill", "distill": {"teacher_config": teacher, "top_k": 8, "ce_weight": 0.25, **more}}
 
 
 CASES: dict[str, Case] = {

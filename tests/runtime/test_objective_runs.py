@@ -78,7 +78,9 @@ def test_a_teachers_pass_resumes_and_is_not_trusted_when_damaged(train: Trainer,
 
 @pytest.mark.parametrize("strategy", ["{name: zero, zero_stage: 3}", "{name: tensor_parallel, tp: 2}"])
 def test_a_live_teacher_has_the_losses_of_a_cached_one(train: Trainer, tmp_path: Path, strategy: str) -> None:
-    teacher = json.dumps({**TINY, "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2})
+    """Large weights make a teacher that prefers some tokens: else the divergence is the rounding of two equals."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    teacher = json.dumps({**TINY, **sizes})
     given = [data("chat", tmp_path), f"model.config={json.dumps(TINY)}", "train.objective=distill"]
     given += ["data.eval_fraction=0.1", "train.eval_every=4"]
     kept, live = (

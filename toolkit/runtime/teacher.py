@@ -292,7 +292,9 @@ def build_teacher(section: Model, seed: int, plan: Plan, config: Mapping[str, An
     else:
         model = build_in_place(section, seed, dtype, get_accelerator().current_device_name())
     rng.restore(generators)
-    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+    model.requires_grad_(False)
+    model.eval()
+    return model  # type: ignore[no-any-return]
 
 
 def informed(engine: Engine, spec: EngineSpec, world: World, dataset: Dataset, teacher: TeacherPass | None) -> Engine:
