@@ -31,7 +31,7 @@ from toolkit.runtime.corpus.tokenizer import Bytes
 from toolkit.runtime.generate_text import sample
 from toolkit.runtime.models.build import build_model, skeleton
 from toolkit.runtime.models.documents import Documents
-from toolkit.runtime.models.embedding_noise import noise, row_salts
+from toolkit.runtime.models.embedder import noise, row_salts
 from toolkit.runtime.models.head_loss import HeadLoss, Transform
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.sessions.resolve import resolve

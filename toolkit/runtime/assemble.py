@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.plans.noise_scale import NoiseScale
+from toolkit.plans.plan import Plan
 from toolkit.recipe.objective_sections import Contrastive
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe
@@ -189,12 +190,7 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
     engine = async_island or informed(build_engine(engine_spec, world), engine_spec, world, dataset, teacher)
-    share = Share(
-        replica=engine.replica,
-        replicas=plan.dp * plan.islands,
-        micro_batch=plan.micro_batch,
-        noise_seed=recipe.train.seed if recipe.train.neftune_alpha else None,
-    )
+    share = _share(recipe, plan, engine)
     dataset = with_reference(
         dataset,
         recipe,
@@ -227,6 +223,13 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         share=share,
         say=say,
     )
+
+
+def _share(recipe: Recipe, plan: Plan, engine: Engine) -> Share:
+    """The part of every global batch that this rank computes."""
+    seed = recipe.train.seed if recipe.train.neftune_alpha else None
+    replicas = plan.dp * plan.islands
+    return Share(replica=engine.replica, replicas=replicas, micro_batch=plan.micro_batch, noise_seed=seed)
 
 
 def _position(

@@ -38,7 +38,7 @@ from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_rout
 from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup, Experts, distribute, find_experts
 from toolkit.runtime.mixtures.expert_shards import cut_experts, hand_to_deepspeed
 from toolkit.runtime.mixtures.routers import RouterTable
-from toolkit.runtime.models import embedding_noise, head_loss
+from toolkit.runtime.models import head_loss
 from toolkit.runtime.models.build import (
     DTYPES,
     build_in_place,
@@ -54,6 +54,7 @@ from toolkit.runtime.models.build import (
     skeleton,
     unadapted,
 )
+from toolkit.runtime.models.embedder import add_noise
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
@@ -218,7 +219,7 @@ def _fill_own(
 def _make_noisy(model: Any, spec: EngineSpec) -> None:
     """Let the embeddings of training samples get noise, if the recipe asks for it."""
     if spec.train.neftune_alpha:
-        embedding_noise.install(model.get_input_embeddings(), spec.train.neftune_alpha)
+        add_noise(model.get_input_embeddings(), spec.train.neftune_alpha)
 
 
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from toolkit.runtime.data.sample_order import SampleOrder, own_share
 from toolkit.runtime.data.samples import Samples, micro_batches
-from toolkit.runtime.models.embedding_noise import row_salts
+from toolkit.runtime.models.embedder import row_salts
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 AHEAD = 2
@@ -49,7 +49,8 @@ def global_batch(samples: Samples, ids: np.ndarray, share: Share, step: int | No
     ]
     if share.noise_seed is not None and step is not None:
         salts = row_salts(share.noise_seed, step, own_share(ids, replica=share.replica, replicas=share.replicas))
-        made = [replace(m, noise=own) for m, own in zip(made, salts.split(share.micro_batch), strict=True)]
+        size = share.micro_batch
+        made = [replace(micro, noise=salts[n * size : (n + 1) * size]) for n, micro in enumerate(made)]
     if accelerator.device_name() == "cpu":
         return made
     return [micro.map(accelerator.pin_memory) for micro in made]

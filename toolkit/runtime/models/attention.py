@@ -31,10 +31,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
-from toolkit.runtime.models import embedding_noise
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
-from toolkit.runtime.models.embedder import Embedder
+from toolkit.runtime.models.embedder import Embedder, noisy
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, trial_config
 from toolkit.runtime.models.trials import tried
@@ -86,7 +85,7 @@ def attending(documents: Documents | None) -> Iterator[None]:
 def forward(model: Callable[..., Any], micro: MicroBatch) -> Any:
     """A model's forward pass on a micro-batch, with attention inside its documents."""
     located = micro.located()
-    with attending(located.documents), embedding_noise.of(located):
+    with attending(located.documents), noisy(located):
         return model(**micro.inputs())
 
 
