@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.objectives import rows
 from tests.conftest import Trainer
 from toolkit import cli
 from toolkit.recipe.file import load_recipe, make_recipe
@@ -45,23 +46,21 @@ def test_a_recommender_beats_popularity(train: Trainer, tmp_path: Path) -> None:
     assert found >= 1.5 * baseline, (found, baseline)
 
 
-@pytest.mark.parametrize(("objective", "kind"), [("contrastive", "pairs"), ("kto", "preference")])
-def test_a_run_resumes_in_another_layout(train: Trainer, tmp_path: Path, objective: str, kind: str) -> None:
-    given = [data(kind, tmp_path, 128), f"model.config={json.dumps(TINY)}", f"train.objective={objective}"]
-    given += ["train.schedule=constant", "train.warmup=0"]  # the same learning rates however many steps there are
-    whole = train(*given, "strategy.name=data_parallel", nproc=1)
-    half = train(*given, "checkpoint.every=2", "train.steps=2", "strategy={name: zero, zero_stage: 2}")
-    rest = train(
-        *given, "checkpoint={every: 4, resume: auto}", "strategy={name: tensor_parallel, tp: 2}", into=half.run.path
-    )
-    assert rest.losses == pytest.approx(whole.losses, rel=2e-5)
+@pytest.mark.parametrize(
+    ("objective", "layout"), [("contrastive", "resume"), ("kto", "resume"), ("distill", "lora-tp"), ("reward", "sp")]
+)
+def test_a_sample_of_all_objectives_in_all_layouts(tmp_path: Path, objective: str, layout: str) -> None:
+    """`python -m benchmarks.objectives` runs them all."""
+    ((*_, words, right),) = rows([objective], [layout], tmp_path)
+    assert right, words
+    assert words.startswith("refused: sequence_parallel" if layout == "sp" else "ok"), words
 
 
 def test_a_teachers_pass_resumes_and_is_not_trusted_when_damaged(train: Trainer, tmp_path: Path) -> None:
     distill = f"train.distill={{teacher_config: {json.dumps(TINY)}, top_k: 4, ce_weight: 0.5}}"
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{n} " * 12}) + "\n" for n in range(2 * PART_ROWS)))
-    source = f"data={{path: {rows}, tokenizer: bytes, seq_len: 32, cache: {tmp_path}}}"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{n} " * 12}) + "\n" for n in range(2 * PART_ROWS)))
+    source = f"data={{path: {file}, tokenizer: bytes, seq_len: 32, cache: {tmp_path}}}"
     given = [source, f"model.config={json.dumps(TINY)}", "train.objective=distill", distill]
     alone = train(*given, "strategy.name=data_parallel", nproc=1)
     parts = sorted(tmp_path.glob("teacher-*.safetensors"))
