@@ -98,6 +98,20 @@ def _offloaded(e: Execution, shard: float) -> float:
     return total
 
 
+def beside_bytes(e: Execution, params: float) -> float:
+    """Bytes of weights that are kept beside the trained ones, in shards as those are: a live reference or teacher.
+
+    A teacher in tensor shards is not sharded by ZeRO 3 as well.
+    """
+    found = 0.0
+    if e.live_reference:
+        found += e.element_bytes * params * e.trained_share / (state_shards(e) if e.zero_stage == 3 else 1)
+    if e.teacher is not None:
+        shards = e.tp if e.tp > 1 else e.replicas if e.zero_stage == 3 else 1
+        found += e.element_bytes * e.teacher.params / shards
+    return found
+
+
 def grad_bytes(e: Execution, params: float) -> float:
     """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share

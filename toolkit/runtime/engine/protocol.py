@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -163,3 +163,11 @@ class Engine(Protocol):
 
     def watch(self, clock: Clock) -> None:
         """Report to this clock which part of a step is running, from now on."""
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """An engine whose forward pass runs the model in one call, on sequences of any length."""
+
+    def predict(self, micro: MicroBatch) -> torch.Tensor:
+        """The likeliest token after each token of a micro-batch, which is the same on every rank. Collective."""
