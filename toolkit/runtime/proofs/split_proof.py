@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -255,11 +256,11 @@ class _Part:
 
 
 def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype, *, sliced_logits: bool) -> _Part:
-    pp, how = axes.pp, {"shares_tokens": axes.sequence_sharded, "sliced_logits": sliced_logits}
+    pp, cut = axes.pp, partial(_cut, tiny, shares_tokens=axes.sequence_sharded, sliced_logits=sliced_logits)
     weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
     if pp == 1:
         model = emptied(hollow_model(tiny, SEED))
-        loss = _cut(tiny, model, group, **how)
+        loss = cut(model, group)
         fill(model, weights)
         return _Part([_finished(model, group, kind)], loss)
     bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
@@ -268,7 +269,7 @@ def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype,
     for index in range(pp):
         model = emptied(hollow_model(tiny, SEED))
         owned = _owned_by(split.owners, index, ADAPTED if tiny.lora else "")
-        loss = _cut(tiny, model, group, owned, **how)
+        loss = cut(model, group, owned)
         stage = Stage(model, split, index, kind, loss)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
         _finished(model, group, kind)
