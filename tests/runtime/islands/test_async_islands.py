@@ -156,8 +156,15 @@ def test_an_island_that_is_killed_comes_back(together: Together) -> None:
     done.assert_agreed()
 
 
+def lose_rounds(place: MeetingPlace) -> None:
+    """What islands leave that are killed while they claim a round, and while they ask others to do one again."""
+    store = UpdateStore(Membership(place.address, place.key_file, 1, 2), 0, 1)
+    store.number("next", 1)
+    store.number("redo/count", 1)
+
+
 def test_what_an_island_leaves_behind_others_do(together: Together) -> None:
-    done = together(disturb=after(1, 8, send(signal.SIGKILL)))
+    done = together(disturb=after(1, 8, send(signal.SIGKILL)), meet=lose_rounds)
     assert done.code == 0, done.said
     assert "island 1 has left; the other islands continue" in done.said
     done.assert_whole()

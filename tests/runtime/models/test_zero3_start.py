@@ -14,7 +14,8 @@ import torch
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.build import build_in_place, build_model
-from toolkit.runtime.models.zero3_start import full_shape, sharded_model
+from toolkit.runtime.models.parameter_shards import full_shape
+from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.supervision.warm_pool import Failure, call_on_ranks
 
 CONFIG = {

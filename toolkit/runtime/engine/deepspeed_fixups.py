@@ -15,8 +15,7 @@ from toolkit.plans.plan import Plan
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import all_max, all_sum, device
 from toolkit.runtime.engine.training_state import DeepSpeedState
-from toolkit.runtime.models.parameter_shards import layout_of
-from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.models.parameter_shards import layout_of, model_shape
 from toolkit.runtime.optimizers.adafactor import Adafactor, Layout, factors
 from toolkit.runtime.optimizers.muon import Muon
 from toolkit.runtime.optimizers.onebit_adam import OneBitAdam, OneBitExchange
@@ -101,11 +100,11 @@ def _begin_packed(state: DeepSpeedState, optimizer: PackedOptimizer, mesh: Mesh)
 def _begin_muon(state: DeepSpeedState, optimizer: Muon, mesh: Mesh) -> None:
     """Tell Muon which ranks hold the matrices, and print how many parameters each of its rules updates."""
     group = Group.of(mesh)
-    matched = {name for parameter, name in state.names.items() if optimizer.matches(name, _full_shape(parameter))}
+    matched = {name for parameter, name in state.names.items() if optimizer.matches(name, model_shape(parameter))}
     matrices = find_matrices(state, mesh, group, matched.__contains__)
     # In fp32, ranks that sum in another order still agree to 1e-6. In 16 bits, bf16 is as exact as the gradients.
     optimizer.begin(WholeMatrices(matrices, group, torch.float32 if mesh.plan.precision == "fp32" else torch.bfloat16))
-    sizes = {name: math.prod(_full_shape(parameter)) for parameter, name in state.names.items()}
+    sizes = {name: math.prod(model_shape(parameter)) for parameter, name in state.names.items()}
     trained = [name for parameter, name in state.names.items() if parameter.requires_grad]
     whole, orthogonal = sum(sizes[name] for name in trained), sum(sizes[name] for name in trained if name in matched)
     print(
@@ -120,7 +119,7 @@ def _factored(state: DeepSpeedState, mesh: Mesh) -> Iterator[tuple[torch.Tensor,
     for master, parameters in state.masters():
         pieces = [held.get(state.names[parameter]) for parameter in parameters]
         sliced = torch.tensor([layout_of(parameter) is not None for parameter in parameters], device=master.device)
-        shapes = [_full_shape(parameter) for parameter in parameters]
+        shapes = [model_shape(parameter) for parameter in parameters]
         yield master, Layout(factors(shapes, pieces), sliced, functools.partial(_summed, mesh))
 
 
@@ -129,11 +128,6 @@ def _summed(mesh: Mesh, values: torch.Tensor, sliced: torch.Tensor) -> torch.Ten
     if mesh.plan.zero_stage:
         values = mesh.sum_over_tokens(values)
     return values if mesh.plan.tp == 1 else torch.where(sliced, all_sum(values.clone(), mesh.inner_group), values)
-
-
-def _full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    layout = layout_of(parameter)
-    return layout.shape if layout else full_shape(parameter)
 
 
 def _begin_one_bit(engine: Any, optimizer: OneBitAdam, mesh: Mesh) -> None:

@@ -12,8 +12,7 @@ import torch
 from toolkit.recipe.model_section import Lora
 from toolkit.recipe.optimizer_sections import Muon
 from toolkit.recipe.sections import Train
-from toolkit.runtime.models.parameter_shards import holds_experts, layout_of
-from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.models.parameter_shards import holds_experts, model_shape
 from toolkit.runtime.optimizers.muon import RULE, is_matrix
 
 SECOND_FACTORS = "*.lora_B.*"
@@ -62,16 +61,11 @@ def multiplier(name: str, multipliers: Mapping[str, float]) -> float:
 
 
 def _decay(parameter: torch.Tensor, train: Train) -> float:
-    return train.weight_decay if train.decay == "all" or len(_shape(parameter)) > 1 else 0.0
+    return train.weight_decay if train.decay == "all" or len(model_shape(parameter)) > 1 else 0.0
 
 
 def _rule(name: str, parameter: torch.Tensor, train: Train) -> str:
     """Which of several rules of the optimizer a parameter gets; empty if it has one."""
     if train.optimizer != "muon":
         return ""
-    return "muon" if is_matrix(name, _shape(parameter), train.muon or Muon()) else "adamw"
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    layout = layout_of(parameter)
-    return layout.shape if layout else full_shape(parameter)
+    return "muon" if is_matrix(name, model_shape(parameter), train.muon or Muon()) else "adamw"

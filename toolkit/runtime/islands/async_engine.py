@@ -27,7 +27,7 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import broadcast_object
 from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
-from toolkit.runtime.islands.async_join import Claims, Joined, Limits, ask_to_redo, join
+from toolkit.runtime.islands.async_join import Claims, Joined, Limits, join
 from toolkit.runtime.islands.async_store import Piece, Snapshot, Update, UpdateStore
 from toolkit.runtime.islands.async_transfer import BackgroundTransfer
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
@@ -137,8 +137,7 @@ class AsyncIslandEngine:
         self._transfer.flush()
 
     def _return_round(self) -> None:
-        self._store.write(f"open/{self._island}", None)  # first, so that this island does not claim it again
-        ask_to_redo(self._store, self._round)
+        self._claims.give_back(self._round)
         print(f"round {self._round} is handed back: another island does it", flush=True)
 
     def _figures(self) -> dict[str, float]:

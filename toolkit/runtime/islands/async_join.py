@@ -14,6 +14,8 @@ from toolkit.runtime.islands.async_transfer import DEAD_SECONDS, BackgroundTrans
 from toolkit.runtime.islands.checkpoint_state import AsyncIslandState
 
 POLL_SECONDS = 0.1
+NOBODY = -1
+"""In the place of an island: the round was given back."""
 DELIVERY_SECONDS = 600.0
 """Time for a snapshot over a slow link; after that another island is asked."""
 Agree = Callable[[Callable[[], Any]], Any]
@@ -196,6 +198,8 @@ class Claims:
         self._limits, self._own = limits, limits.island
         self.dropped_rounds: set[int] = set()
         """Rounds whose updates were dropped: somebody has to do them again."""
+        self._lost: tuple[set[int], float] = (set(), 0.0)
+        """Rounds that are missing although nobody works on one, and since when they are."""
 
     def next(self, rounds_done: int) -> int | str:
         """Claim a round: its number, `wait` or `end`. `rounds_done`: by this incarnation of the island."""
@@ -209,6 +213,7 @@ class Claims:
             return int(unfinished)  # an earlier incarnation of this island had claimed it
         if store.number("redo/taken") < store.number("redo/count"):
             number = self._redo(store.number("redo/taken", 1) - 1)
+            number = number if number >= 0 and self._take_over(number) else -1
         else:
             number = next_round(store, 1) - 1
         if number >= self._limits.num_rounds:
@@ -223,16 +228,30 @@ class Claims:
         """Whether a claimed round is still this island's: nobody has taken it over."""
         return bool(self._store.read(f"taker/{number}", self._self) == self._self)
 
+    def give_back(self, number: int) -> None:
+        """Let another island do a round that this one has claimed.
+
+        The island may be killed between any two of these writes: its open round is removed last, so that others find
+        the round either among the requests or as that of an island that has left. Only one of them can take it over.
+        """
+        self._store.write(f"taker/{number}", [NOBODY, *self._self])
+        ask_to_redo(self._store, number)
+        self._store.write(f"open/{self._own}", None)
+
     def _redo(self, index: int) -> int:
-        """The round of a request to do one again; its number is written just after the request is counted."""
-        while (number := self._store.read(f"redo/{index}")) is None:
+        """The round of a request to do one again; -1 if its island was killed before it wrote the number.
+
+        The number is written just after the request is counted.
+        """
+        deadline = time.monotonic() + DEAD_SECONDS
+        while (number := self._store.read(f"redo/{index}")) is None and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return int(number)
+        return -1 if number is None else int(number)
 
     def _take_over(self, number: int) -> bool:
         """Claim a round that an earlier incarnation or a lost island did not finish; False if another island has it."""
         taker = self._store.read(f"taker/{number}")
-        taken = taker is not None and taker[0] != self._own and self._transfer.alive(taker[0])
+        taken = taker is not None and taker[0] not in (NOBODY, self._own) and self._transfer.alive(taker[0])
         if number in self._state.completed or taken or not self._store.first(f"again/{number}/{taker}"):
             return False
         self._store.write(f"taker/{number}", self._self)
@@ -243,13 +262,25 @@ class Claims:
         return [self._own, self._joined.incarnation]
 
     def _orphans(self) -> list[int]:
-        """Unfinished rounds of islands that have left, and rounds whose updates were dropped."""
+        """Unfinished rounds of islands that have left, rounds whose updates were dropped, and lost ones."""
         others = [island for island in range(self._transfer.num_islands) if island != self._own]
         left = [i for i in others if self._transfer.has_left(i, self._store.beat(i))]
         found = {self._store.read(f"open/{island}") for island in left}
         in_work = {self._store.read(f"open/{island}") for island in others if island not in left}
         found |= self.dropped_rounds - in_work
+        if all(number is None or number in self._state.completed for number in in_work):
+            found |= self._lost_rounds()
         return sorted(number for number in found if number is not None and number not in self._state.completed)
+
+    def _lost_rounds(self) -> set[int]:
+        """Rounds of islands that were killed between claiming them and writing so. Asked while nobody works.
+
+        An island that has just claimed a round looks like this for a moment, hence the wait.
+        """
+        missing = set(self._state.completed.missing(self._limits.num_rounds))
+        if missing != self._lost[0]:
+            self._lost = (missing, time.monotonic())
+        return missing if time.monotonic() - self._lost[1] > DEAD_SECONDS else set()
 
     def _total_updates(self) -> int:
         return sum(self._store.num_updates(island) for island in range(self._transfer.num_islands))

@@ -74,6 +74,17 @@ def layout_of(parameter: torch.Tensor) -> Layout | None:
     return getattr(parameter, "shard_layout", None)
 
 
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the parameter that ZeRO 3 shards; of any other, its own."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def model_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape in the model, whatever slice or shard of the parameter this rank holds."""
+    layout = layout_of(parameter)
+    return layout.shape if layout else full_shape(parameter)
+
+
 def mark_experts(parameter: torch.nn.Parameter, layout: Layout) -> None:
     """Mark a parameter as this rank's experts of a full tensor; tensor ranks hold the same ones."""
     parameter.shard_layout = layout  # type: ignore[attr-defined]

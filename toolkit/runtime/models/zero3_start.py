@@ -27,11 +27,6 @@ SAMPLE_ELEMENTS = 1024
 """First elements of every parameter that all ranks read and compare."""
 
 
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the full parameter, also where ZeRO 3 holds a shard of it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     """The recipe's model with every parameter as this rank's ZeRO 3 shard, equal to sharding the full model."""
     model = hollow_model(section, seed)

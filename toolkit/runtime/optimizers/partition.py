@@ -13,8 +13,7 @@ import torch
 from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
-from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.models.parameter_shards import Layout, full_shape, holds_experts, layout_of
 
 ALIGNMENT = 2
 """DeepSpeed 0.19.8 pads flat groups to a multiple of this times the ranks (`nccl_start_alignment_factor`)."""

@@ -20,7 +20,7 @@ from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
 from toolkit.runtime.checkpoint.fragments import Held
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.models.zero3_start import full_shape
+from toolkit.runtime.models.parameter_shards import full_shape
 from toolkit.runtime.optimizers.partition import Group, Partition, tensor_layout
 
 ELEMENTS_PER_RANK = 2**24
