@@ -256,9 +256,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     compiled = work.compiled and job.cluster.device.backend != "cpu"  # no gain was measured on CPUs
     software = _deepspeed(
-        flash=2 if work.flash_attention else 0,
+        flash=work.flash_generation if work.flash_attention else 0,
         dp_overlap=overlap,
-        fusion="compiled" if compiled else "eager",
+        fusion="compiled" if compiled else "kernels" if work.fused_kernels else "eager",
         composed_glu=job.model.model_type == "gpt_oss",
         pp_overlap=plan.schedule != "1f1b" and job.cluster.device.backend != "cpu",
     )

@@ -42,6 +42,8 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             states=recipe.train.states,
             averaged=recipe.train.ema is not None,
             flash_attention=recipe.model.attention != "eager",
+            flash_generation=3 if recipe.model.attention == "flash_attention_3" else 2,
+            fused_kernels=recipe.model.kernels == "liger",
             compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",
@@ -148,7 +150,8 @@ def _schedule_problems(job: Job, strategy: str) -> list[Problem]:
         return [Problem("strategy.grad_accum", problem)] if problem else []
     if "dp" not in fixed and strategy != "pipeline" and not {"tp", "sp"} <= fixed.keys():
         return []  # how many replicas share the batch is open
-    dp = fixed.get("dp") or job.cluster.devices // (pp * fixed.get("tp", 1) * fixed.get("sp", 1)) or 1
+    replica = math.prod(fixed.get(axis, 1) for axis in ("pp", "tp", "sp", "cp"))
+    dp = fixed.get("dp") or job.cluster.devices // replica or 1
     most = job.workload.global_batch // (dp * fixed.get("micro_batch", 1))
     problem = micro_batches_problem(schedule, pp, most) if most < 2 * pp or "micro_batch" in fixed else None
     key = "strategy.micro_batch" if "micro_batch" in fixed else "train.global_batch"

@@ -31,6 +31,10 @@ class Workload:
     """Whether a moving average of the weights is kept."""
     flash_attention: bool = True
     """Whether attention runs without storing its scores (sdpa or flash kernels)."""
+    flash_generation: int = 2
+    """Generation of the attention kernel: 3 where the recipe asks for flash-attn 3, which is written for Hopper."""
+    fused_kernels: bool = False
+    """Whether the recipe asks for Liger's norms, rotary embeddings and gated MLPs."""
     compiled: bool = False
     """Whether decoder layers run as code of torch.compile."""
     lora_rank: int = 0

@@ -162,18 +162,20 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
-    own = _sequence_slice(spec, model, mesh)
+    own = _sequence_slice(spec, [model], mesh)
     parts = ReplicaParts(slice_batch=own, loss=loss, routers=_routers(spec, model, mesh, own=own))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
-def _sequence_slice(spec: EngineSpec, model: Any, mesh: Mesh) -> Slice:
-    """Make a model attend over the tokens of all sequence ranks; this rank's tokens of a micro-batch."""
+def _sequence_slice(spec: EngineSpec, models: Sequence[Any], mesh: Mesh) -> Slice:
+    """Make a model, or its stages, attend over the tokens of all sequence ranks; return how to cut a micro-batch."""
     if spec.plan.token_parts == 1:
         return lambda micro: micro
     ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
-    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp), ring)
-    share.install(model)
+    group = SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp)
+    share = SequenceShare(group, ring, in_turn=spec.plan.pp == 1)
+    for model in models:
+        share.install(model)
     return share.slice_batch
 
 
@@ -196,7 +198,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     check = ReplicaCheck(model.named_parameters(), group).finish if group else None
     unit = TensorUnit(mesh) if group else None
     noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None  # after the hooks that complete gradients
-    own = _sequence_slice(spec, model, mesh)
+    own = _sequence_slice(spec, [model], mesh)
     routers = _routers(spec, model, mesh, own=own)
     parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers, noise=noise)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -247,7 +249,11 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
         compiled_layers.install(stage.model, spec.model, is_wrapped)
     seed_rank(seed, mesh)
     check = ReplicaCheck(chunks.parameters_by_name.items(), group).finish if group else None
-    parts = PipelineParts(run=Transfers if plan.schedule == "1f1b" else ScheduleRun, after_backward=check)
+    parts = PipelineParts(
+        run=Transfers if plan.schedule == "1f1b" else ScheduleRun,
+        after_backward=check,
+        slice_batch=_sequence_slice(spec, [stage.model for stage in stages], mesh),
+    )
     return PipelineEngine(chunks, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -268,7 +274,7 @@ def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup |
     _send_to_experts(model, experts, mesh)
     if index == 0:
         _make_noisy(model, spec)
-    if spec.plan.chunks == 1:  # with several stages per rank loads are not counted: their passes take turns
+    if spec.plan.chunks * spec.plan.token_parts == 1:  # else loads are not counted: passes take turns, rows are cut
         stage.routers = _routers(spec, model, mesh, table)
     return stage
 

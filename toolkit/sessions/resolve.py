@@ -90,8 +90,13 @@ class Resolved:
         (run.path / "accelerate.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
 
-def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughput") -> Resolved:
-    """Plan a recipe; with the objective `cost`, also on fewer nodes of the cluster."""
+def resolve(
+    recipe: Recipe, nproc: int | None = None, objective: str = "throughput", proofs: Proofs | None = None
+) -> Resolved:
+    """Plan a recipe; with the objective `cost`, also on fewer nodes of the cluster.
+
+    `proofs`: verdicts on splits that are known; default: the user's.
+    """
     registry = strategies.registry()
     name = recipe.strategy.name
     if name != "auto" and name not in registry:
@@ -99,7 +104,7 @@ def resolve(recipe: Recipe, nproc: int | None = None, objective: str = "throughp
         raise BadInput(recipe.name, [Problem("strategy.name", what)])
     job = make_job(recipe, nproc)
     jobs = search.smaller_clusters(job) if objective == "cost" else [job]
-    known = _known(recipe)
+    known = _known(recipe, proofs or Proofs())
     decisions = [
         search.decide(one, judged(keepable(recipe, strategies.propose(one, name)), known, one.fixed), objective)
         for one in jobs
@@ -126,26 +131,31 @@ def islands_gain(resolved: Resolved) -> str:
 
 
 def proven(
-    resolved: Resolved, again: Callable[[], Resolved], prove: Callable[[Axes], Verdict], report: Callable[[str], object]
+    resolved: Resolved,
+    again: Callable[[], Resolved],
+    prove: Callable[[Axes], Verdict],
+    report: Callable[[str], object],
+    proofs: Proofs | None = None,
 ) -> Resolved:
     """Prove the chosen split; if it fails, remember that, plan again without it, and repeat.
 
-    `again` plans the same recipe with the verdicts recorded so far.
+    `again` plans the same recipe with the verdicts recorded so far, in `proofs` or in the user's cache.
     """
     recipe, config = resolved.recipe, raw_config(resolved.recipe.model)
+    proofs = proofs or Proofs()
     while resolved.decision.chosen is not None:
         axes = Axes.of(resolved.chosen.plan)
-        if not axes.split or Proofs().get(config, recipe.model, axes) is not None:
+        if not axes.split or proofs.get(config, recipe.model, axes) is not None:
             break
         report("checking the split on a tiny model of the same type")
-        Proofs().put(config, recipe.model, axes, prove(axes))
+        proofs.put(config, recipe.model, axes, prove(axes))
         resolved = again()
     return resolved
 
 
-def _known(recipe: Recipe) -> Callable[[Axes], Verdict | None]:
+def _known(recipe: Recipe, proofs: Proofs) -> Callable[[Axes], Verdict | None]:
     """Return a look-up of the split verdicts recorded for the recipe's model."""
-    proofs, config = Proofs(), raw_config(recipe.model)
+    config = raw_config(recipe.model)
     return lambda axes: proofs.get(config, recipe.model, axes)
 
 
