@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.checkpoint_layouts import LAYOUTS, assert_equal, damage, resume_and_copy
+from benchmarks.harness.checkpoint_layouts import KINDS, LAYOUTS, assert_equal, damage, resume_and_copy
 from benchmarks.harness.self_killing import kill_point, poison, suicidal
 from benchmarks.harness.supervised import Outcome, assert_whole_and_recent, at_step, send, supervised
 from benchmarks.harness.tiny_llama import TINY_LLAMA
@@ -86,7 +86,15 @@ def corruptions(count: int, root: Path) -> dict[str, Any]:
 def pairs(count: int, root: Path) -> dict[str, Any]:
     """Every layout at every world size to every other: at most `count` of them, shuffled."""
     layouts = {f"{name.split('@')[0]}@{n}": (n, axes) for name, (_, axes) in LAYOUTS.items() for n in (1, 2, 4, 8)}
-    layouts |= LAYOUTS
+    return _between(layouts | LAYOUTS, count, root)
+
+
+def kinds(count: int, root: Path) -> dict[str, Any]:
+    """Every kind of model parallelism to every other kind: at most `count` pairs, shuffled."""
+    return _between(KINDS, count, root)
+
+
+def _between(layouts: dict[str, tuple[int, tuple[str, ...]]], count: int, root: Path) -> dict[str, Any]:
     chosen = [(a, b) for a in layouts for b in layouts if a != b]
     random.Random(3).shuffle(chosen)
     base = ("train.steps=14", "checkpoint.every=4", "checkpoint.keep=9")
@@ -317,6 +325,7 @@ def disk(count: int, root: Path) -> dict[str, Any]:
 BARS = {
     "kills": (kills, 200),
     "corruptions": (corruptions, 1000),
+    "kinds": (kinds, 40),
     "pairs": (pairs, 64),
     "same": (same, 20),
     "stops": (stops, 30),

@@ -45,7 +45,8 @@ class ExpertParallel:
             replicas, left = divmod(job.cluster.devices, pp * inner)
             if left or replicas % ep:
                 continue
-            zero = pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            staged = pp > 1 and "zero_stage" not in job.fixed
+            zero = pipeline_zero_stages(job.workload.precision) if staged else (0, 1, 2, 3)
             for schedule in schedules(job, pp):
                 if schedule.get("schedule") == ("zero_bubble",) and "schedule" not in job.fixed:
                     continue

@@ -27,7 +27,7 @@ class Hybrid:
         "pipeline_bounds", "schedule", "chunks", "sequence_sharded",
     )  # fmt: skip
     needs: str = "what its axes need, and tp·pp·sp·cp devices per replica"
-    refuses: str = "ZeRO 2 and 3, and sequence and ring ranks, in a pipeline; sizes that the model does not allow"
+    refuses: str = "ZeRO 2 and 3 in a pipeline; sizes that the model does not allow"
 
     def propose(self, job: Job) -> Iterator[Proposal]:
         """Products of legal sizes; each illegal size is refused once."""
@@ -35,8 +35,10 @@ class Hybrid:
         yield from (size for sizes in found for size in sizes if isinstance(size, Refusal))
         tensor, stages, tokens = ([1, *(size for size in sizes if isinstance(size, int))] for sizes in found)
         for tp, pp, sp in itertools.product(tensor, stages, tokens):
-            rings = [1, *ring_sizes(self.name, job, sp)] if tp > 1 and pp == 1 else [1]
-            for cp in rings:
+            if pp > 1 and sp > 1 and not _shares_sequences(job):
+                continue
+            with_rings = _shares_sequences(job) if pp > 1 else tp > 1
+            for cp in [1, *ring_sizes(self.name, job, sp)] if with_rings else [1]:
                 if isinstance(cp, Refusal):
                     yield cp
                 elif _is_hybrid(job, tp, pp, sp * cp):
@@ -62,9 +64,23 @@ class Hybrid:
             "hybrid-2x2-interleaved": {"schedule": "interleaved", "chunks": 2},
         }
         ring = {"tp": 2, "pp": 1, "sp": 1, "cp": 2, "zero_stage": 1}
-        return {
+        stages = {"tp": 1, "pp": 2, "grad_accum": 2, "zero_stage": 1}
+        found = {
             f"{name}+zero-{z}": {**sizes, **order, "zero_stage": z} for name, order in orders.items() for z in (0, 1)
-        } | {"hybrid-tensor-2-ring-2": ring}
+        } | {
+            "hybrid-tensor-2-ring-2": ring,
+            "hybrid-pipeline-2-sequence-2": {**stages, "schedule": "1f1b", "sp": 2, "cp": 1},
+            "hybrid-pipeline-2-ring-2": {**stages, "schedule": "interleaved", "chunks": 2, "sp": 1, "cp": 2},
+        }
+        return found if devices % 8 else {**found, "hybrid-2x2-ring-2": {**sizes, "schedule": "1f1b", "cp": 2}}
+
+
+def _shares_sequences(job: Job) -> bool:
+    """Whether stages of a pipeline are tried with sequence and ring ranks: only if the recipe asks for such ranks.
+
+    Tensor ranks hold the activations of a stage with less traffic, and all products of axes take seconds to plan.
+    """
+    return any(job.fixed.get(axis, 1) > 1 for axis in ("sp", "cp"))
 
 
 def _is_hybrid(job: Job, tp: int, pp: int, parts: int) -> bool:
@@ -75,4 +91,4 @@ def _is_hybrid(job: Job, tp: int, pp: int, parts: int) -> bool:
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:
     """ZeRO stages to try: in a pipeline those that it supports, unless the recipe fixes one."""
-    return pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+    return pipeline_zero_stages(job.workload.precision) if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

@@ -34,6 +34,29 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "zero2+cpu@2": (2, ("strategy.name=zero", "strategy.zero_stage=2", "strategy.offload=cpu")),
 }
 
+_TENSOR, _PIPELINE = "name: tensor_parallel, tp: 2", "name: pipeline, pp: 2, micro_batch: 1"
+_SEQUENCE, _HYBRID = "name: sequence_parallel, zero_stage: 1", "name: hybrid, zero_stage: 1, micro_batch: 1"
+_KINDS = {
+    "zero3@2": "name: zero, zero_stage: 3",
+    "tensor, complete residuals@2": f"{_TENSOR}, sequence_sharded: false",
+    "tensor, shares of tokens@2": f"{_TENSOR}, sequence_sharded: true",
+    "pipeline@2": f"{_PIPELINE}, schedule: 1f1b",
+    "interleaved@2": f"{_PIPELINE}, schedule: interleaved, chunks: 2",
+    "zero_bubble@2": f"{_PIPELINE}, schedule: zero_bubble",
+    "sequence@2": f"{_SEQUENCE}, sp: 2, cp: 1",
+    "ring@2": f"{_SEQUENCE}, sp: 1, cp: 2",
+    "ring of groups@4": f"{_SEQUENCE}, sp: 2, cp: 2",
+    "tensor, ring@4": f"{_HYBRID}, tp: 2, pp: 1, sp: 1, cp: 2",
+    "tensor, pipeline@4": f"{_HYBRID}, tp: 2, pp: 2, schedule: 1f1b",
+    "tensor, interleaved@4": f"{_HYBRID}, tp: 2, pp: 2, schedule: interleaved, chunks: 2",
+    "pipeline, sequence@4": f"{_HYBRID}, tp: 1, pp: 2, sp: 2, cp: 1, schedule: 1f1b",
+    "interleaved, ring@4": f"{_HYBRID}, tp: 1, pp: 2, sp: 1, cp: 2, schedule: interleaved, chunks: 2",
+}
+KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
+    name: (int(name.split("@")[1]), (f"strategy={{{axes}}}",)) for name, axes in _KINDS.items()
+}
+"""Every kind of model parallelism, with the fewest ranks that it needs."""
+
 
 def resume_and_copy(argv: tuple[str, ...], env: dict[str, str]) -> None:
     """A worker that, right after loading, writes what it has loaded as a checkpoint beside the run."""

@@ -10,14 +10,15 @@ import pytest
 from toolkit.cli import main
 from toolkit.commands.coverage import markdown
 from toolkit.runtime.proofs.coverage import Result
+from toolkit.sessions.parity import Row
 
 pytestmark = pytest.mark.slow
 
 OK = Result(status="ok", loss_difference=1e-7, norm_difference=2e-7)
 ROWS = {
-    "llama": {"zero-3": OK, "pipeline": OK},
-    "hrm_text": {"zero-3": OK, "pipeline": Result(status="refused", reason="layers run six times")},
-    "odd": {case: Result(status="untrainable", reason="no forward") for case in ("zero-3", "pipeline")},
+    "llama": Row("4 layers", {"zero-3": OK, "pipeline": OK}),
+    "hrm_text": Row("6 layers", {"zero-3": OK, "pipeline": Result(status="refused", reason="layers run six times")}),
+    "odd": Row("", {case: Result(status="untrainable", reason="no forward") for case in ("zero-3", "pipeline")}),
 }
 
 
@@ -26,7 +27,7 @@ def test_the_page_counts_what_trains_and_gives_reasons_for_the_rest() -> None:
     assert "2 of them gave a reference in one process" in page
     assert "| zero-3 | 2 | 0 | 0 |" in page
     assert "| pipeline | 1 | 1 | 0 |" in page
-    assert "| hrm_text | 1e-07 | refused |" in page
+    assert "| hrm_text | 1e-07 | refused | 6 layers |" in page
     assert "- `hrm_text`, pipeline: refused: layers run six times" in page
     assert "- `odd`: no forward" in page
 
@@ -37,8 +38,10 @@ def test_known_results_are_not_run_again(
 ) -> None:
     cases = {"zero-3": {"status": status, "reason": "because", "loss_difference": None, "norm_difference": None}}
     cache = tmp_path / "cache.jsonl"
-    cache.write_text(json.dumps({"type": "llama", "cases": cases}) + "\n")
-    assert main(["coverage", "--types", "llama", "--cache", str(cache), "--json"]) == code
+    line = {"type": "llama", "seed": 3, "sizes": "4 layers", "cases": cases}
+    other = {**line, "seed": 4, "cases": {}}
+    cache.write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
+    assert main(["coverage", "--types", "llama", "--seed", "3", "--out", str(cache), "--json"]) == code
     assert json.loads(capsys.readouterr().out)["llama"]["zero-3"]["status"] == status
 
 

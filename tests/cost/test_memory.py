@@ -126,7 +126,7 @@ def test_sizes_of_blocks_are_those_of_the_loss() -> None:
 
 
 def test_scores_are_stored_without_flash_attention() -> None:
-    flash, eager = memory(plan(3), job()), memory(plan(3), job(flash_generation=0))
+    flash, eager = memory(plan(3), job()), memory(plan(3), job(flash_attention=False))
     scores = 32 * 8 * 32 * 2048 * 2048  # layers × (16-bit and fp32 copies) × heads × square
     assert eager.activations - flash.activations == pytest.approx(scores, rel=0.06)
 

@@ -114,3 +114,9 @@ def test_dora_needs_complete_weights(axes: str, capsys: pytest.CaptureFixture[st
     words = ["model={path: llama-3-8b, lora: {dora: true}}", "cluster=dgx-h100", f"strategy={axes}"]
     assert cli.main(["plan", "recipes/demo.yaml", *words]) == 3
     assert "DoRA (model.lora.dora) takes the length" in " ".join(capsys.readouterr().out.split())
+
+
+def test_adapters_that_are_added_to_a_weight_itself_are_cut() -> None:
+    """peft treats the router of afmoe as a parameter, not as a linear layer."""
+    section = Model(config={"model_type": "afmoe"}, init="scratch", lora=Lora(rank=3))
+    assert prove(section, Axes(2, 1, 1)).ok

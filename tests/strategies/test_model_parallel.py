@@ -37,10 +37,9 @@ def recipe(recipe_mapping: dict[str, Any], tmp_path: Path) -> Path:
             "2·cp·sp = 6 does not divide sequences of 32 tokens; use data.seq_len 30",
         ),
         ("strategy={name: sequence_parallel, cp: 2, sp: 2}", 2, "tp·pp·sp·cp = 4 does not divide the 2 devices"),
-        ("strategy={name: hybrid, tp: 2, pp: 2, cp: 2}", 8, "strategy.cp is fixed at 2; hybrid offers 1"),
+        ("strategy={name: hybrid, tp: 2, pp: 2, cp: 3}", 12, "2·cp·sp = 6 does not divide sequences of 32 tokens"),
         ("strategy={name: expert_parallel, ep: 2}", 2, "llama has no experts: it is dense"),
         ("strategy={name: hybrid, tp: 2, pp: 4}", 8, "4 stages need at least 4 layers"),
-        ("strategy={name: hybrid, pp: 2, sp: 2}", 4, "sequence and ring parallel do not run in a pipeline"),
         ("strategy={name: hybrid, tp: 2, sp: 4}", 8, "sp must divide the attention heads of a tensor rank"),
     ],
 )

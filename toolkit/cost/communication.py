@@ -187,7 +187,9 @@ def _replica_seconds(e: Execution, window: Window, cal: Calibration) -> float:
         reduce = all_reduce(grads, everyone, e.cluster, cal)
         collect = gather(weights, shard, e.cluster, cal, buckets(weights))
     else:
-        reduce = gather(grads, everyone, e.cluster, cal, buckets(grads))
+        # DeepSpeed's BF16_Optimizer all-reduces, as every rank takes the norm of all gradients.
+        twice = 2 if e.accumulates_apart else 1
+        reduce = twice * gather(grads, everyone, e.cluster, cal, buckets(grads))
         collect = gather(weights, everyone, e.cluster, cal, buckets(weights))
     rounds = e.grad_accum if e.reduces_every_micro_batch else 1
     if not e.software.dp_overlap:

@@ -105,6 +105,12 @@ class Execution:
     optimizer: str = "adamw"
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    first_passes: int = 0
+    """Forward passes over the global batch in each step before the one that is trained on."""
+    live_reference: bool = False
+    """Whether a copy of the first weights is kept."""
+    teacher: ModelSpec | None = None
+    """A second model that runs a forward pass in every step."""
     states: str = "fp32"
     """How moments are stored."""
     averaged: bool = False
@@ -296,9 +302,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     compiled = work.compiled and job.cluster.device.backend != "cpu"  # no gain was measured on CPUs
     software = _deepspeed(
-        flash=work.flash_generation,
+        flash=work.flash_generation if work.flash_attention else 0,
         dp_overlap=overlap,
-        fusion="compiled" if compiled else "eager",
+        fusion="compiled" if compiled else "kernels" if work.fused_kernels else "eager",
         composed_glu=job.model.model_type == "gpt_oss",
         pp_overlap=plan.schedule != "1f1b" and job.cluster.device.backend != "cpu",
     )
@@ -324,6 +330,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         lora_rank=work.lora_rank, lora_targets=work.lora_targets,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base, whole_logits=work.whole_logits,
+        first_passes=work.first_passes, live_reference=work.live_reference, teacher=work.teacher,
     )  # fmt: skip
 
 

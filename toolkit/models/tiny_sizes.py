@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 LAYERS = 4
@@ -22,9 +24,6 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decode
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SIZES = {
-    "vocab_size": VOCABULARY,
-    "head_dim": HEAD_DIM,
-    "rotary_dim": HEAD_DIM // 2,
     "encoder_layers": 2,
     "n_shared_experts": 1,
     "num_shared_experts": 1,
@@ -47,16 +46,61 @@ _SIZES = {
 }
 
 
-def tiny_sizes(heads: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a tiny decoder; a 0 stands for what usually follows from the others."""
+
+    heads: int = 4
+    kv_heads: int = 0
+    """Key/value heads; usually half of the heads."""
+    head_dim: int = HEAD_DIM
+    width: int = 0
+    """Width of the residual stream; usually that of all heads together."""
+    inner: int = 0
+    """Inner width of an MLP; usually twice the width."""
+    layers: int = LAYERS
+    vocabulary: int = VOCABULARY
+
+    def describe(self) -> str:
+        """A short name for tables, e.g. `6 layers, 144 wide, 6/2 heads of 24, MLP 250, 131 tokens`."""
+        sizes = tiny_sizes(self)
+        heads = f"{self.heads}/{sizes['num_key_value_heads']} heads of {self.head_dim}"
+        wide = f"{self.layers} layers, {sizes['hidden_size']} wide"
+        return f"{wide}, {heads}, MLP {sizes['intermediate_size']}, {self.vocabulary} tokens"
+
+
+def drawn_sizes(numbers: random.Random, *, odd_width: bool) -> Sizes:
+    """Sizes that a user may have: few key/value heads, uneven stages, odd vocabularies and MLPs.
+
+    `odd_width`: the residual stream is not as wide as all heads together, which only some types allow.
+    Every size is one that two tensor ranks and two chunks on each of two pipeline ranks can divide the model by.
+    """
+    heads, head_dim = numbers.choice((4, 6, 8)), numbers.choice((8, 16, 24))
+    together = heads * head_dim
+    return Sizes(
+        heads=heads,
+        kv_heads=numbers.choice([size for size in (1, 2, 4, heads) if heads % size == 0]),
+        head_dim=head_dim,
+        width=2 * numbers.randrange(16, 64) if odd_width else together,
+        inner=2 * numbers.randrange(together // 2 + 1, together),
+        layers=numbers.choice((LAYERS, LAYERS + 2)),
+        vocabulary=numbers.choice((VOCABULARY, VOCABULARY + 3, VOCABULARY + 22)),
+    )
+
+
+def tiny_sizes(sizes: Sizes) -> dict[str, Any]:
     """Config key → size, under every name that a model type uses for it."""
-    width = heads * HEAD_DIM
+    width = sizes.width or sizes.heads * sizes.head_dim
     groups: list[tuple[Iterable[str], Any]] = [
         (_WIDTH_KEYS, width),
-        (_INNER_KEYS, 2 * width),
-        (_HEAD_KEYS, heads),
-        (("num_key_value_heads",), heads // 2),
-        (_LAYER_KEYS, LAYERS),
+        (_INNER_KEYS, sizes.inner or 2 * width),
+        (_HEAD_KEYS, sizes.heads),
+        (("num_key_value_heads",), sizes.kv_heads or sizes.heads // 2),
+        (("head_dim",), sizes.head_dim),
+        (("rotary_dim",), sizes.head_dim // 2),
+        (("vocab_size",), sizes.vocabulary),
+        (_LAYER_KEYS, sizes.layers),
         (_POSITION_KEYS, POSITIONS),
         (_EXPERT_KEYS, 4),
     ]
-    return {**_SIZES, **{key: value for keys, value in groups for key in keys}}
+    return {**{key: value for keys, value in groups for key in keys}, **_SIZES}

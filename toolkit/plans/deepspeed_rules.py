@@ -43,9 +43,12 @@ RULES: tuple[Rule, ...] = (
         limits="zero bubble with compiled layers",
     ),
     Rule(
-        forbids=lambda plan, job: plan.token_parts > 1 and plan.pp > 1,
-        reason="sequence and ring parallel do not run in a pipeline: stages hold whole sequences; use pp 1",
-        limits="sequence or ring axis with a pipeline",
+        forbids=lambda plan, job: (
+            plan.token_parts > 1 and plan.pp > 1 and (plan.ep > 1 or job.workload.balance.is_active)
+        ),
+        reason="distributed experts and train.router are not proven in a pipeline whose ranks share sequences; use "
+        "pp 1, or sp 1 and cp 1",
+        limits="sequence or ring axis with a pipeline, with an expert axis or train.router",
     ),
     Rule(
         forbids=lambda plan, job: plan.tp > 1 and job.model.heads // plan.tp % plan.sp > 0,

@@ -20,7 +20,8 @@ from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.data_checks import texts_per_sample
 from toolkit.recipe.model_section import Model
-from toolkit.recipe.sections import Recipe
+from toolkit.recipe.objective_sections import TWICE
+from toolkit.recipe.sections import Recipe, Train
 from toolkit.resources import CONFIGS
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -40,7 +41,9 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             optimizer=recipe.train.optimizer,
             states=recipe.train.states,
             averaged=recipe.train.ema is not None,
-            flash_generation={"eager": 0, "flash_attention_3": 3}.get(recipe.model.attention, 2),
+            flash_attention=recipe.model.attention != "eager",
+            flash_generation=3 if recipe.model.attention == "flash_attention_3" else 2,
+            fused_kernels=recipe.model.kernels == "liger",
             compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
             lora_targets=_lora_targets(recipe.model),
@@ -51,6 +54,9 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
             whole_logits=recipe.train.objective == "distill",
+            first_passes=int(recipe.train.reference == "live") + int(recipe.train.objective in TWICE),
+            live_reference=recipe.train.reference == "live",
+            teacher=_live_teacher(recipe.train),
             balance=balance_of(recipe.train.router, config),
         ),
         fixed=_fixed(recipe),
@@ -87,6 +93,14 @@ def raw_config(section: Model) -> Mapping[str, Any]:
         return section.config
     assert section.path is not None
     return load_model_config(section.path, models_dir=CONFIGS / "models")
+
+
+def _live_teacher(train: Train) -> ModelSpec | None:
+    """The teacher, if it predicts in every step."""
+    section = train.distill
+    if section is None or not train.has_live_teacher:
+        return None
+    return read_model_config(raw_config(Model(path=section.teacher, config=section.teacher_config)))
 
 
 def _sample_tokens(recipe: Recipe, config: Mapping[str, Any]) -> int:
@@ -150,7 +164,8 @@ def _schedule_problems(job: Job, strategy: str) -> list[Problem]:
         return [Problem("strategy.grad_accum", problem)] if problem else []
     if "dp" not in fixed and strategy != "pipeline" and not {"tp", "sp"} <= fixed.keys():
         return []  # how many replicas share the batch is open
-    dp = fixed.get("dp") or job.cluster.devices // (pp * fixed.get("tp", 1) * fixed.get("sp", 1)) or 1
+    replica = math.prod(fixed.get(axis, 1) for axis in ("pp", "tp", "sp", "cp"))
+    dp = fixed.get("dp") or job.cluster.devices // replica or 1
     most = job.workload.global_batch // (dp * fixed.get("micro_batch", 1))
     problem = micro_batches_problem(schedule, pp, most) if most < 2 * pp or "micro_batch" in fixed else None
     key = "strategy.micro_batch" if "micro_batch" in fixed else "train.global_batch"

@@ -29,8 +29,12 @@ class Workload:
     """How moments are stored: `fp32`, `bf16` or `8bit`."""
     averaged: bool = False
     """Whether a moving average of the weights is kept."""
+    flash_attention: bool = True
+    """Whether attention runs without storing its scores (sdpa or flash kernels)."""
     flash_generation: int = 2
-    """Generation of the attention kernel, as of FlashAttention; 0 stores all scores."""
+    """Generation of the attention kernel: 3 where the recipe asks for flash-attn 3, which is written for Hopper."""
+    fused_kernels: bool = False
+    """Whether the recipe asks for Liger's norms, rotary embeddings and gated MLPs."""
     compiled: bool = False
     """Whether decoder layers run as code of torch.compile."""
     lora_targets: str = "all"
@@ -51,6 +55,13 @@ class Workload:
     """Sequences per step at the start of a batch ramp; 0: no ramp."""
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    first_passes: int = 0
+    """Forward passes over the global batch in each step before the one that is trained on: of a live reference, for
+    KTO's divergence, for embeddings."""
+    live_reference: bool = False
+    """Whether a copy of the first weights is kept, for a live reference."""
+    teacher: ModelSpec | None = None
+    """The teacher that predicts in every step, if there is one."""
     balance: Balance = field(default_factory=Balance)
     """How the routers of a mixture are balanced."""
 

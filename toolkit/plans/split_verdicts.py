@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.models.tiny_sizes import tiny_sizes
+from toolkit.models.tiny_sizes import Sizes, tiny_sizes
 from toolkit.plans.plan import Plan, Refusal
 from toolkit.recipe.model_section import Model
 from toolkit.resources import user_cache
@@ -105,5 +105,5 @@ def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
     how: list[Any] = [section.attention, section.task, asdict(axes)]
     if section.lora is not None:
         how.append(["lora", section.lora.targets])
-    what = json.dumps([flags, how, libraries, tiny_sizes(heads=4)], sort_keys=True)
+    what = json.dumps([flags, how, libraries, tiny_sizes(Sizes())], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"

@@ -55,6 +55,7 @@ from toolkit.runtime.models.build import (
     skeleton,
     unadapted,
 )
+from toolkit.runtime.models.embedder import add_noise
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
@@ -113,6 +114,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
+    _make_noisy(model, spec)
     parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model), mesh), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
@@ -148,6 +150,7 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
 def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
+    _make_noisy(model, spec)
     compiled_layers.install(model, spec.model)
     loss = _objective(spec, _loss_in_head(spec, model), mesh)
     if spec.plan.islands > 1:
@@ -160,18 +163,20 @@ def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
         noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None
         parts = ReplicaParts(noise=noise, loss=loss, routers=_routers(spec, model, mesh))
         return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
-    own = _sequence_slice(spec, model, mesh)
+    own = _sequence_slice(spec, [model], mesh)
     parts = ReplicaParts(slice_batch=own, loss=loss, routers=_routers(spec, model, mesh, own=own))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
-def _sequence_slice(spec: EngineSpec, model: Any, mesh: Mesh) -> Slice:
-    """Make a model attend over the tokens of all sequence ranks; this rank's tokens of a micro-batch."""
+def _sequence_slice(spec: EngineSpec, models: Sequence[Any], mesh: Mesh) -> Slice:
+    """Make a model, or its stages, attend over the tokens of all sequence ranks; return how to cut a micro-batch."""
     if spec.plan.token_parts == 1:
         return lambda micro: micro
     ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
-    share = SequenceShare(SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp), ring)
-    share.install(model)
+    group = SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp)
+    share = SequenceShare(group, ring, in_turn=spec.plan.pp == 1)
+    for model in models:
+        share.install(model)
     return share.slice_batch
 
 
@@ -185,6 +190,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     loss = _objective(spec, tokens, mesh)
     _fill_own(model, spec, weights)
     _send_to_experts(model, experts, mesh, spec.balance)
+    _make_noisy(model, spec)
     if group:
         sum_partial_gradients(model, group)
     recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
@@ -193,7 +199,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     check = ReplicaCheck(model.named_parameters(), group).finish if group else None
     unit = TensorUnit(mesh) if group else None
     noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None  # after the hooks that complete gradients
-    own = _sequence_slice(spec, model, mesh)
+    own = _sequence_slice(spec, [model], mesh)
     routers = _routers(spec, model, mesh, own=own)
     parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers, noise=noise)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -213,9 +219,16 @@ def _fill_own(
     return filled
 
 
+def _make_noisy(model: Any, spec: EngineSpec) -> None:
+    """Let the embeddings of training samples get noise, if the recipe asks for it."""
+    if spec.train.neftune_alpha:
+        add_noise(model.get_input_embeddings(), spec.train.neftune_alpha)
+
+
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
     """DeepSpeed's AutoTP shards the full model when the engine is made, and makes the process groups itself."""
     model = _full_model(spec)
+    _make_noisy(model, spec)
     seed_rank(spec.train.seed, mesh)
     parts = ReplicaParts(loss=_objective(spec, summed_loss, mesh))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -237,7 +250,11 @@ def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
         compiled_layers.install(stage.model, spec.model, is_wrapped)
     seed_rank(seed, mesh)
     check = ReplicaCheck(chunks.parameters_by_name.items(), group).finish if group else None
-    parts = PipelineParts(run=Transfers if plan.schedule == "1f1b" else ScheduleRun, after_backward=check)
+    parts = PipelineParts(
+        run=Transfers if plan.schedule == "1f1b" else ScheduleRun,
+        after_backward=check,
+        slice_batch=_sequence_slice(spec, [stage.model for stage in stages], mesh),
+    )
     return PipelineEngine(chunks, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
 
@@ -256,7 +273,10 @@ def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup |
     stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss, mesh))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     _send_to_experts(model, experts, mesh, spec.balance)
-    stage.routers = _routers(spec, model, mesh, table)
+    if index == 0:
+        _make_noisy(model, spec)
+    if spec.plan.token_parts == 1:  # else loads are not counted: rows are cut
+        stage.routers = _routers(spec, model, mesh, table)
     return stage
 
 

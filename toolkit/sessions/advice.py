@@ -120,8 +120,8 @@ def _rescues(job: Job) -> Iterator[Change]:
 def _improvements(job: Job, chosen: Option) -> Iterator[Change]:
     """Changes that may make the chosen plan faster."""
     work, cluster, spent = job.workload, job.cluster, chosen.estimate.time
-    if not work.flash_generation:
-        yield "attention without stored scores (model.attention=sdpa)", _work(job, flash_generation=2)
+    if not work.flash_attention:
+        yield "attention without stored scores (model.attention=sdpa)", _work(job, flash_attention=True)
     yield from _divisible(job)
     if spent.total - spent.compute > 0.05 * spent.total:
         doubled = 2 * work.global_batch

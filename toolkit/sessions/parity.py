@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import strategies
 from toolkit.errors import BadInput, RankFailed
 from toolkit.launching import launchers
+from toolkit.planner.search import Decision
+from toolkit.plans.job import raw_config
 from toolkit.plans.plan import Plan
+from toolkit.plans.split_verdicts import Axes, Proofs
+from toolkit.recipe.file import make_recipe
 from toolkit.recipe.metrics_sections import Metrics, Wandb
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.sections import Recipe, StrategySection
 from toolkit.run_dir.layout import RunDir
 from toolkit.run_dir.trajectory import LOSS_TOLERANCE, NORM_TOLERANCE, Trajectory, largest_difference
-from toolkit.sessions.resolve import explain, resolve
+from toolkit.sessions.resolve import Resolved, explain, proven, resolve
+from toolkit.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from toolkit.runtime.proofs.coverage import Result
+    from toolkit.runtime.proofs.coverage import Case, Findings, Result
 
-CoverageRows = dict[str, dict[str, "Result"]]
-"""Model type → case → result."""
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the coverage table."""
+
+    sizes: str
+    """Sizes of the tiny model; empty if no process could train it."""
+    results: Mapping[str, Result]
+    """Case → result."""
+
+
+CoverageRows = dict[str, Row]
+"""Model type → its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +112,18 @@ def compare(recipe: Recipe, steps: int, nproc: int, wanted: str, against: Trajec
 def _compare(name: str, recipe: Recipe, nproc: int, against: Trajectory) -> Outcome:
     resolved = resolve(recipe, nproc)
     if resolved.decision.chosen is None:
-        return Outcome(name=name, refused=explain(resolved.decision).splitlines()[-1].strip())
+        return Outcome(name=name, refused=_why_refused(resolved.decision))
     plan, trajectory = _run(recipe, nproc)
     loss = largest_difference(against.loss, trajectory.loss)
     norm = largest_difference(against.grad_norm, trajectory.grad_norm)
     ok = loss <= LOSS_TOLERANCE[recipe.model.precision] and norm <= NORM_TOLERANCE[recipe.model.precision]
     return Outcome(name=name, plan=plan, trajectory=trajectory, max_rel_diff=loss, max_rel_norm_diff=norm, ok=ok)
+
+
+def _why_refused(decision: Decision) -> str:
+    """Return why the plan with the wanted axes was refused, or why there is none."""
+    with_plan = [refusal.reason for refusal in decision.refused if refusal.plan is not None]
+    return with_plan[-1] if with_plan else explain(decision).splitlines()[-1].strip()
 
 
 def _prepared(recipe: Recipe, steps: int, axes: Mapping[str, Any]) -> Recipe:
@@ -142,29 +167,137 @@ def _tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-12:]) if log.exists() else "(no log)"
 
 
-def cover_types(types: Sequence[str], cache: Path | None, progress: Callable[[str, int], object]) -> CoverageRows:
-    """Train a tiny model of each type under each strategy; results in the cache are not computed again.
+def cover_types(
+    types: Sequence[str], out: Path | None, seed: int, progress: Callable[[str, int], object]
+) -> CoverageRows:
+    """Train a tiny model of each type under each strategy; types that `out` has for this seed are not computed again.
 
     `progress` is called before each type with its name and number.
     """
-    from toolkit.runtime.proofs.coverage import Result, cover
+    from toolkit.runtime.supervision.warm_pool import preload
 
-    rows = {name: {case: Result(**result) for case, result in row.items()} for name, row in _cached(cache)}
+    preload("peft")  # seconds of every worker with adapters
+    rows = _stored(out, seed)
     for number, name in enumerate(types, 1):
         progress(name, number)
         if name not in rows:
-            rows[name] = cover(name)
-            _append(cache, name, rows[name])
+            rows[name] = cover(name, seed=seed)
+            _append(out, name, seed, rows[name])
     return {name: rows[name] for name in types}
 
 
-def _cached(path: Path | None) -> list[tuple[str, dict[str, dict[str, Any]]]]:
+def cover(model_type: str, cases: Mapping[str, Case] | None = None, seed: int = 0) -> Row:
+    """Results of a type under every case, each planned, proven and run as `toolkit train` would."""
+    from toolkit.runtime.proofs import coverage
+
+    wanted = coverage.CASES if cases is None else cases
+    lora = any(case.lora for case in wanted.values())
+    found = _call(coverage.examine, model_type, seed, lora)
+    if not isinstance(found, coverage.Findings):
+        return Row("", {name: coverage.Result(status="untrainable", reason=found.reason) for name in wanted})
+    with tempfile.TemporaryDirectory(
+        prefix="coverage-"
+    ) as directory:  # verdicts of other versions of the code do not count
+        proofs = Proofs(Path(directory) / "proofs.json")
+        for adapted in (False, True):
+            _prove_together([case for case in wanted.values() if case.lora is adapted], found, proofs)
+        results = {name: _covered(case, found, proofs) for name, case in wanted.items()}
+    return Row(found.sizes, results)
+
+
+def _call(function: Callable[..., Any], *args: Any, nproc: int = 1) -> Any:
+    """Call a function in warm workers; of one worker return its result, of several a list."""
+    from toolkit.runtime.proofs.coverage import TIMEOUT_SECONDS
+    from toolkit.runtime.supervision.warm_pool import call_on_ranks
+
+    results = call_on_ranks(function, *args, nproc=nproc, timeout_seconds=TIMEOUT_SECONDS)
+    return results if nproc > 1 else results[0]
+
+
+def _prove_together(cases: Sequence[Case], found: Findings, proofs: Proofs) -> None:
+    """Prove the splits that the planner chooses at first, in one process; `_covered` proves what follows a refusal."""
+    from toolkit.runtime.proofs.split_proof import prove_all
+
+    splits: dict[Axes, Model] = {}
+    for case in cases:
+        with contextlib.suppress(BadInput):
+            resolved = resolve(_recipe(found, case), proofs=proofs)
+            if resolved.decision.chosen is not None and (axes := Axes.of(resolved.chosen.plan)).split:
+                splits[axes] = resolved.recipe.model
+    if not splits:
+        return
+    section = next(iter(splits.values()))
+    verdicts = _call(prove_all, section, list(splits))
+    for axes, verdict in zip(splits, verdicts, strict=True) if isinstance(verdicts, list) else ():
+        proofs.put(raw_config(section), section, axes, verdict)
+
+
+def _covered(case: Case, found: Findings, proofs: Proofs) -> Result:
+    """Plan a case with the recipe that a user would write, prove its split, and compare it with one process."""
+    from toolkit.runtime.proofs import coverage
+
+    expected = found.adapted if case.lora else found.expected
+    if expected is None:
+        return coverage.Result(status="refused", reason=found.why_not_adapted)
+    train = coverage.settings(lora=case.lora)
+    try:
+        resolved = _planned(_recipe(found, case), proofs)
+    except BadInput as error:
+        return coverage.Result(status="refused", reason="; ".join(map(str, error.problems)))
+    if resolved.decision.chosen is None:
+        return coverage.Result(status="refused", reason=_why_refused(resolved.decision))
+    plan, section = resolved.chosen.plan, resolved.recipe.model
+    results = _call(coverage.run_plan, section, plan, train, resolved.deepspeed, nproc=plan.devices)
+    return coverage.judge(section, train, expected, results)
+
+
+def _recipe(found: Findings, case: Case) -> Recipe:
+    """Return the recipe that a user would write for a case."""
+    from toolkit.runtime.proofs.coverage import ADAPTERS, TOKENS, settings
+
+    train = settings(lora=case.lora)
+    adapters = {"lora": {"rank": ADAPTERS.rank, "alpha": ADAPTERS.alpha}} if case.lora else {}
+    return make_recipe(
+        {
+            "name": "coverage",
+            "model": {"config": found.section.config, "precision": found.section.precision, **adapters},
+            "data": {"path": "synthetic", "tokenizer": "bytes", "seq_len": TOKENS},
+            "train": {"global_batch": train.global_batch, "steps": train.steps, "lr": train.lr},
+            "strategy": {**case.strategy, "recompute": "none"},
+            "cluster": {"device": "cpu", "devices_per_node": case.nproc},
+        }
+    )
+
+
+def _planned(recipe: Recipe, proofs: Proofs) -> Resolved:
+    """Return the plan of a case after its proof; a wrong split becomes a refusal, or a plan with complete residuals."""
+    plan = partial(resolve, recipe, proofs=proofs)
+    return proven(plan(), plan, lambda axes: _verdict(recipe.model, axes), lambda line: None, proofs)
+
+
+def _verdict(section: Model, axes: Axes) -> Verdict:
+    from toolkit.runtime.proofs.split_proof import prove
+
+    found = _call(prove, section, axes)
+    return found if isinstance(found, Verdict) else Verdict(False, f"the split could not be proven: {found.reason}")
+
+
+def _stored(path: Path | None, seed: int) -> CoverageRows:
+    """Return the rows of a file that have this seed."""
+    from toolkit.runtime.proofs.coverage import Result
+
     if path is None or not path.exists():
-        return []
-    return [(line["type"], line["cases"]) for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
+        return {}
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {
+        line["type"]: Row(line.get("sizes", ""), {case: Result(**result) for case, result in line["cases"].items()})
+        for line in lines
+        if line.get("seed", seed) == seed
+    }
 
 
-def _append(path: Path | None, name: str, row: Mapping[str, Result]) -> None:
+def _append(path: Path | None, name: str, seed: int, row: Row) -> None:
     if path is not None:
+        cases = {case: asdict(result) for case, result in row.results.items()}
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"type": name, "cases": {case: asdict(r) for case, r in row.items()}}) + "\n")
+            file.write(json.dumps({"type": name, "seed": seed, "sizes": row.sizes, "cases": cases}) + "\n")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from toolkit.models.tiny_sizes import IMAGES, tiny_sizes
+from toolkit.models.tiny_sizes import IMAGES, Sizes, tiny_sizes
 from toolkit.plans.job import raw_config
 from toolkit.recipe.batch_sections import Reduce
 from toolkit.recipe.data_checks import ITEMS
@@ -33,6 +33,7 @@ def tiny_recipe(recipe: Recipe) -> Recipe:
         init="scratch",
         precision="fp32",
         attention="eager" if recipe.model.attention == "eager" else "auto",
+        kernels="none" if recipe.model.kernels == "none" else "auto",
         lora=lora and replace(lora, rank=min(lora.rank, LARGEST_RANK)),
         num_labels=1
         if recipe.train.objective in SCORED
@@ -62,7 +63,7 @@ def processes(strategy: StrategySection) -> int:
 
 def tiny_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model config with the same type and switches but small sizes."""
-    sizes = {**tiny_sizes(4), "vocab_size": VOCABULARY, **IMAGES}
+    sizes = {**tiny_sizes(Sizes()), "vocab_size": VOCABULARY, **IMAGES}
     small = {key: size for key, size in sizes.items() if isinstance(config.get(key), int)}
     if "n_routed_experts" in small:  # DeepSeek's types have 8 groups of experts by default, more than tiny experts
         small |= {key: sizes[key] for key in ("n_group", "topk_group")}

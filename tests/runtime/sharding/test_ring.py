@@ -13,7 +13,7 @@ from toolkit.plans.split_verdicts import Axes
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.proofs.split_proof import prove
-from toolkit.runtime.sharding.ring import rectangles, zigzag
+from toolkit.runtime.sharding.ring import rectangles, use_flash_3, zigzag
 
 RING = Plan(strategy="sequence_parallel", cp=2, micro_batch=2, grad_accum=2, precision="fp32", zero_stage=1)
 
@@ -51,6 +51,15 @@ def test_causal_work_is_even(ranks: int) -> None:
 def test_a_ring_is_exact(kind: str, cp: int, sp: int) -> None:
     verdict = prove(tiny_model(kind), Axes(1, 1, sp, cp=cp))
     assert verdict.ok, verdict.reason
+
+
+def test_a_ring_in_a_pipeline_is_exact() -> None:
+    verdict = prove(tiny_model("llama"), Axes(1, 2, 2, cp=2))
+    assert verdict.ok, verdict.reason
+
+
+def test_flash_attention_3_is_refused_where_its_package_is_missing() -> None:
+    assert "flash_attn_interface" in use_flash_3()
 
 
 def test_a_ring_of_tensor_shards_that_share_tokens_is_exact() -> None:

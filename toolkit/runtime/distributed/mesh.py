@@ -20,7 +20,6 @@ class Mesh:
 
     def __init__(self, plan: Plan, rank: int, size: int, local_size: int | None = None) -> None:
         assert plan.devices == size, f"the plan is for {plan.devices} ranks; there are {size}"
-        assert plan.token_parts == 1 or plan.pp == 1, "stages hold whole sequences"
         assert plan.islands == 1 or plan.tp * plan.pp * plan.token_parts * plan.ep == 1, "islands are data-parallel"
         self.plan, self.rank, self.size = plan, rank, size
         self.local_size = local_size or size

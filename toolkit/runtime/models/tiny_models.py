@@ -9,24 +9,27 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, tiny_sizes
+from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, Sizes, drawn_sizes, tiny_sizes
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
-__all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "tiny_config", "tiny_of_type", "trial_config"]
+__all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "Sizes", "drawn_sizes", "tiny_config", "tiny_of_type", "trial_config"]
 
 
-def tiny_config(base: PretrainedConfig, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
+USUAL = Sizes()
+
+
+def tiny_config(base: PretrainedConfig, sizes: Sizes = USUAL, dropout: float = 0.0) -> dict[str, Any]:
     """A config with the type and flags of `base` and with small sizes, as in a recipe's `model.config`."""
-    sizes = tiny_sizes(heads) | ({} if _has(base, "vocab_size") else IMAGES)
+    small = tiny_sizes(sizes) | ({} if _has(base, "vocab_size") else IMAGES)
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
-    values = {key: value for key, value in sizes.items() if _has(base, key)}
+    values = {key: value for key, value in small.items() if _has(base, key)}
     kinds = base.to_dict().get("layer_types")
     if kinds:
-        values["layer_types"] = [kind for _, kind in zip(range(LAYERS), _cycle(kinds), strict=False)]
+        values["layer_types"] = [kind for _, kind in zip(range(sizes.layers), _cycle(kinds), strict=False)]
     if _has(base, "index_topk"):  # sparse latent attention has no groups of heads
-        values["num_key_value_heads"] = heads
+        values["num_key_value_heads"] = sizes.heads
     if _has(base, "attention_types"):  # GPT-Neo: kinds of layers, and how often they repeat
-        values["attention_types"] = [[base.attention_types[0][0], LAYERS // len(base.attention_types[0][0])]]
+        values["attention_types"] = [[base.attention_types[0][0], sizes.layers // len(base.attention_types[0][0])]]
     return {**flags, **values, **_random_settings(base, dropout), "model_type": base.model_type}
 
 
@@ -38,9 +41,9 @@ def trial_config(base: PretrainedConfig) -> dict[str, Any]:
     return tiny
 
 
-def tiny_of_type(model_type: str, heads: int = 4, dropout: float = 0.0) -> dict[str, Any]:
+def tiny_of_type(model_type: str, sizes: Sizes = USUAL, dropout: float = 0.0) -> dict[str, Any]:
     """The tiny config of a type's defaults."""
-    return tiny_config(CONFIG_MAPPING[model_type](), heads, dropout)
+    return tiny_config(CONFIG_MAPPING[model_type](), sizes, dropout)
 
 
 def _random_settings(base: PretrainedConfig, dropout: float) -> dict[str, float]:

@@ -42,6 +42,8 @@ class PipelineParts:
     """Runs the order of forward and backward passes: DeepSpeed's 1F1B, or one with several chunks per rank."""
     after_backward: Callable[[], None] | None = None
     """Check called once, after the first backward pass."""
+    slice_batch: Callable[[MicroBatch], MicroBatch] = lambda micro: micro
+    """This rank's tokens of a micro-batch (sequence and ring ranks in a stage)."""
 
 
 class PipelineEngine:
@@ -59,6 +61,7 @@ class PipelineEngine:
         parts = parts or PipelineParts()
         self._mesh = mesh
         self._after_backward = parts.after_backward
+        self._slice_batch = parts.slice_batch
         self._chunks = chunks
         self._routers = chunks.routers
         self._sums = train.grad_reduce == "sum"
@@ -99,8 +102,8 @@ class PipelineEngine:
             self._engine,
             names={p: name for name, p in named.items()},
             copies=Copies(
-                index=self._mesh.data,
-                count=self._mesh.plan.dp,
+                index=self._mesh.data * self._mesh.plan.token_parts + self._mesh.sequence,
+                count=self._mesh.token_ranks,  # sequence ranks hold full copies, as replicas do
                 by_name=expert_copies(named, self._mesh),
                 saves=self._saves,
             ),
@@ -128,13 +131,14 @@ class PipelineEngine:
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
         plan = self._mesh.plan
+        batch = self._own(batch)
         tokens, weighed = (one.total for one in count_tokens(batch, self._mesh))
         first_pass(self, batch, self._mesh.sum_over_tokens)
         self._run.follow(batch)
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._accumulate(len(batch))
         sequences = float(plan.global_batch // plan.grad_accum * len(batch) if self._sums else 1)
-        self._chunks.feed(batch, sequences * len(batch) * plan.dp / max(weighed, 1))
+        self._chunks.feed(batch, sequences * len(batch) * self._mesh.token_ranks / max(weighed, 1))
         self._routers.begin(batch, sequences)
         lr = float(self._engine.get_lr()[0])
         self._scaling.begin()
@@ -170,9 +174,14 @@ class PipelineEngine:
         self._engine._INSTRUCTION_MAP = {kind: _timed(run, _PARTS[kind], clock) for kind, run in known.items()}
 
     def look(self, batch: Sequence[MicroBatch]) -> None:
-        self._mean(batch)
+        self._mean(self._own(batch))
+
+    def _own(self, batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """This rank's tokens of micro-batches."""
+        return batch if self._mesh.plan.token_parts == 1 else [self._slice_batch(micro) for micro in batch]
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
+        batch = self._own(batch)
         weighed = count_tokens(batch, self._mesh)[1].total
         if isinstance(self.loss, TwoPass):
             own = first_pass(self, batch, self._mesh.sum_over_tokens)
@@ -181,7 +190,7 @@ class PipelineEngine:
             return EvaluationSums(total, weighed, int(correct))
         mean = self._mean(batch)
         hits = self._over_replicas(torch.stack([stage.correct for stage in self._chunks]).sum(0))
-        return EvaluationSums(float(mean) * len(batch) * self._mesh.plan.dp, weighed, int(hits))
+        return EvaluationSums(float(mean) * len(batch) * self._mesh.token_ranks, weighed, int(hits))
 
     def _mean(self, batch: Sequence[MicroBatch]) -> torch.Tensor:
         """Mean loss of all micro-batches of all replicas, without gradients."""
@@ -219,11 +228,11 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
     """DeepSpeed's `PipelineModule` with one layer per rank: its stages. Shared parameters come from our own split."""
 
     def __init__(self, chunks: Chunks, mesh: Mesh) -> None:
-        plan = mesh.plan
+        plan, ranks = mesh.plan, mesh.token_ranks  # to DeepSpeed, sequence ranks are data-parallel ranks
         self._shared: list[tuple[torch.nn.Parameter, Any]] = []
         self.sums_apart = False
         """Whether DeepSpeed's ZeRO optimizer sums gradients in an attribute of its own."""
-        topology = PipeModelDataParallelTopology(num_pp=plan.pp, num_mp=plan.tp, num_dp=plan.dp)
+        topology = PipeModelDataParallelTopology(num_pp=plan.pp, num_mp=plan.tp, num_dp=ranks)
         layers = [_Built(chunks) for _ in range(plan.pp)]
         super().__init__(layers=layers, topology=topology, partition_method="uniform", dynamic_shape=False)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from toolkit.errors import first_line
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
-from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.model_section import Model
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import TINY_LOSS_TOLERANCE, TINY_NORM_TOLERANCE, Trajectory, largest_difference
@@ -20,38 +23,55 @@ from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.models.micro_batch import MicroBatch
-from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_of_type
-from toolkit.runtime.proofs.split_proof import prove
-from toolkit.runtime.supervision.warm_pool import Failure, call_on_ranks, first_failure
+from toolkit.runtime.models.tiny_models import VOCABULARY, Sizes, drawn_sizes, tiny_of_type
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 from toolkit.verdicts import Verdict
 
-STEPS, SEQUENCES, TOKENS = 5, 4, 16
+STEPS, SEQUENCES, TOKENS = 3, 4, 16
 NOISE_FACTOR = 10.0
 """A difference up to this factor times the effect of a one-bit nudge in one process counts as rounding."""
 LARGEST = 20_000_000
 """Above this number of parameters a config has not become tiny."""
 TIMEOUT_SECONDS = 240.0
+ADAPTERS = Lora(rank=3, alpha=6.0)
+"""Adapters of the columns `lora-…`."""
 
 REFERENCE = Plan(strategy="data_parallel", micro_batch=SEQUENCES, precision="fp32")
-CASES: dict[str, Plan] = {
-    "zero-3": Plan(strategy="zero", dp=2, zero_stage=3, zero_group=2, micro_batch=2, precision="fp32"),
-    "tensor_parallel": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32"),
-    "sequence_sharded": Plan(strategy="tensor_parallel", tp=2, micro_batch=4, precision="fp32", sequence_sharded=True),
-    "pipeline": Plan(strategy="pipeline", pp=2, micro_batch=2, grad_accum=2, precision="fp32"),
-    "ring": Plan(strategy="sequence_parallel", cp=2, zero_stage=1, micro_batch=4, precision="fp32"),
-    "interleaved": Plan(
-        strategy="pipeline", pp=2, schedule="interleaved", chunks=2, micro_batch=1, grad_accum=4, precision="fp32"
-    ),
-    "hybrid": Plan(strategy="hybrid", pp=2, tp=2, dp=2, zero_stage=1, zero_group=2, grad_accum=2, precision="fp32"),
+
+
+@dataclass(frozen=True)
+class Case:
+    """A column of the table: a recipe's strategy section, which the planner makes a plan of."""
+
+    strategy: Mapping[str, Any]
+    nproc: int = 2
+    lora: bool = False
+    """Whether adapters are trained instead of all weights."""
+
+
+_TENSOR = {"name": "tensor_parallel", "tp": 2, "zero_stage": 0, "micro_batch": 4}
+_PIPELINE = {"name": "pipeline", "pp": 2, "zero_stage": 0, "schedule": "1f1b", "micro_batch": 2}
+_HYBRID = {"name": "hybrid", "tp": 2, "pp": 2, "sp": 1, "cp": 1, "schedule": "1f1b", "zero_stage": 1, "micro_batch": 1}
+CASES: dict[str, Case] = {
+    "zero-3": Case({"name": "zero", "zero_stage": 3, "micro_batch": 2}),
+    "tensor_parallel": Case({**_TENSOR, "sequence_sharded": False}),
+    "sequence_sharded": Case({**_TENSOR, "sequence_sharded": True}),
+    "pipeline": Case(_PIPELINE),
+    "interleaved": Case({**_PIPELINE, "schedule": "interleaved", "chunks": 2, "micro_batch": 1}),
+    "ring": Case({"name": "sequence_parallel", "sp": 1, "cp": 2, "zero_stage": 1, "micro_batch": 4}),
+    "hybrid": Case(_HYBRID, nproc=8),
+    "lora-tensor": Case(_TENSOR, lora=True),
+    "lora-pipeline": Case(_PIPELINE, lora=True),
+    "lora-hybrid": Case(_HYBRID, nproc=4, lora=True),
 }
-"""Two ranks each, and 2 × 2 × 2 for the hybrid."""
-_EXPERTS = Plan(strategy="expert_parallel", dp=2, ep=2, zero_stage=1, zero_group=2, micro_batch=2, precision="fp32")
-EXPERT_CASES: dict[str, Plan] = {
-    "experts-2": _EXPERTS,
-    "experts-2+zero-3": replace(_EXPERTS, zero_stage=3),
-    "experts-4": replace(_EXPERTS, dp=4, ep=4, zero_group=4, micro_batch=1),
-    "experts-2x-tensor-2": replace(_EXPERTS, tp=2),
-    "experts-2x-pipeline-2": replace(_EXPERTS, pp=2, micro_batch=1, grad_accum=2),
+"""Two ranks each; tp 2 × pp 2 × dp 2 for the hybrid, tp 2 × pp 2 for that with adapters."""
+_EXPERTS = {"name": "expert_parallel", "ep": 2, "zero_stage": 1, "micro_batch": 2}
+EXPERT_CASES: dict[str, Case] = {
+    "experts-2": Case(_EXPERTS),
+    "experts-2+zero-3": Case({**_EXPERTS, "zero_stage": 3}),
+    "experts-4": Case({**_EXPERTS, "ep": 4, "micro_batch": 1}, nproc=4),
+    "experts-2x-tensor-2": Case({**_EXPERTS, "tp": 2}, nproc=4),
+    "experts-2x-pipeline-2": Case({**_EXPERTS, "pp": 2, "micro_batch": 1}, nproc=4),
 }
 """Of mixtures of experts, in addition."""
 
@@ -72,42 +92,84 @@ def causal_types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def cover(model_type: str, cases: Mapping[str, Plan] = CASES, train: Train | None = None) -> dict[str, Result]:
-    """Results of a type under every case."""
-    settings = train or Train(global_batch=SEQUENCES, steps=STEPS, lr=1e-3, schedule="constant", warmup=0.0)
-    first = call_on_ranks(_examine, model_type, dict(cases), settings, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
-    if isinstance(first, Failure):
-        return {name: Result(status="untrainable", reason=first.reason) for name in cases}
-    return {name: _case(model_type, plan, settings, first) for name, plan in cases.items()}
+def settings(*, lora: bool) -> Train:
+    """Training settings of a case; adapters start at zero, so they need a higher rate to change a loss."""
+    rate = 1e-2 if lora else 1e-3
+    return Train(global_batch=SEQUENCES, steps=STEPS, lr=rate, schedule="constant", warmup=0.0)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Findings about a type in one process."""
+    """A type in one process: sizes at which it trains, and what it gives there."""
 
+    section: Model
+    sizes: str
     expected: Trajectory
-    verdicts: dict[Axes, Verdict]
+    adapted: Trajectory | None
+    """With adapters; None if they were not wanted, or if one process can't train them."""
+    why_not_adapted: str = ""
 
 
-def _case(model_type: str, plan: Plan, train: Train, findings: Findings) -> Result:
-    verdict = findings.verdicts.get(Axes.of(plan), Verdict(True))
-    if not verdict.ok:
-        return Result(status="refused", reason=verdict.reason)
-    results = call_on_ranks(run_case, model_type, plan, train, nproc=plan.devices, timeout_seconds=TIMEOUT_SECONDS)
+def examine(model_type: str, seed: int, lora: bool) -> Findings:
+    """In one process: the first of a few sizes at which the type trains, and its losses there.
+
+    Sizes are drawn by seed and type. A type that accepts none of the drawn ones gets the usual sizes of tiny models.
+    """
+    last: Exception | None = None
+    for sizes in _candidates(model_type, seed):
+        try:
+            section = Model(config=tiny_of_type(model_type, sizes), init="scratch", precision="fp32")
+            check_size(section)
+            expected = run_plan(section, REFERENCE, settings(lora=False))
+            if not all(map(math.isfinite, [*expected.loss, *expected.grad_norm])):
+                raise ValueError("the loss or the gradient norm is NaN or infinite")
+        except Exception as error:
+            last = error
+            continue
+        adapted, reason = _adapted(section) if lora else (None, "")
+        return Findings(section, sizes.describe(), expected, adapted, reason)
+    assert last is not None
+    raise last
+
+
+def _candidates(model_type: str, seed: int) -> Iterator[Sizes]:
+    numbers = random.Random(f"{seed} {model_type}")  # noqa: S311 - sizes, not secrets
+    own_head_dim = "head_dim" in tiny_of_type(model_type)
+    if own_head_dim:
+        yield drawn_sizes(numbers, odd_width=True)
+    yield drawn_sizes(numbers, odd_width=False)
+    yield Sizes()
+
+
+def check_size(section: Model) -> None:
+    """Raise `ValueError` if a config has not become tiny."""
+    size = sum(parameter.numel() for parameter in skeleton(section).parameters())
+    if size > LARGEST:
+        raise ValueError(f"the tiny config has {size:,} parameters")
+
+
+def _adapted(section: Model) -> tuple[Trajectory | None, str]:
+    try:
+        return run_plan(replace(section, lora=ADAPTERS), REFERENCE, settings(lora=True)), ""
+    except Exception as error:
+        return None, f"one process can't train adapters: {first_line(error)}"
+
+
+def judge(section: Model, train: Train, expected: Trajectory, results: list[Any]) -> Result:
+    """Compare what ranks returned with one process; where they differ, ask how far rounding alone goes."""
     failure = first_failure(results)
     if failure is not None:
         return Result(status="refused" if failure.refused else "mismatch", reason=failure.reason)
-    return _judged(model_type, train, findings.expected, results[0])
-
-
-def _judged(model_type: str, train: Train, expected: Trajectory, found: Trajectory) -> Result:
+    found: Trajectory = results[0]
     loss = largest_difference(expected.loss, found.loss)
     norm = largest_difference(expected.grad_norm, found.grad_norm)
     measured = Result(status="ok", loss_difference=loss, norm_difference=norm)
     if loss <= TINY_LOSS_TOLERANCE and norm <= TINY_NORM_TOLERANCE:
         return measured
-    nudged = call_on_ranks(_run_nudged, model_type, train, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
-    assert isinstance(nudged, Trajectory), nudged
+    nudged = call_on_ranks(_run_nudged, section, train, nproc=1, timeout_seconds=TIMEOUT_SECONDS)[0]
+    off = f"loss off by {loss:.1e}, gradient norm by {norm:.1e}"
+    if not isinstance(nudged, Trajectory):
+        return replace(measured, status="mismatch", reason=f"{off}; how far rounding goes was not found: {nudged}")
     loss_noise = largest_difference(expected.loss, nudged.loss)
     norm_noise = largest_difference(expected.grad_norm, nudged.grad_norm)
     loss_limit = max(TINY_LOSS_TOLERANCE, NOISE_FACTOR * loss_noise)
@@ -117,22 +179,11 @@ def _judged(model_type: str, train: Train, expected: Trajectory, found: Trajecto
             f"a nudge of one bit moves one process's loss by {loss_noise:.0e} and its gradient norm by {norm_noise:.0e}"
         )
         return replace(measured, reason=f"within rounding: {noise}")
-    return replace(measured, status="mismatch", reason=f"loss off by {loss:.1e}, gradient norm by {norm:.1e}")
+    return replace(measured, status="mismatch", reason=off)
 
 
-def _examine(model_type: str, cases: Mapping[str, Plan], train: Train) -> Findings:
-    """In one process: the expected trajectory, and the proof's verdict on every split."""
-    section = tiny_model(model_type)
-    size = sum(parameter.numel() for parameter in skeleton(section).parameters())
-    if size > LARGEST:
-        raise ValueError(f"the tiny config has {size:,} parameters")
-    expected = run_case(model_type, REFERENCE, train)
-    splits = {Axes.of(plan) for plan in cases.values() if Axes.of(plan).split}
-    return Findings(expected, {axes: prove(section, axes) for axes in splits})
-
-
-def _run_nudged(model_type: str, train: Train) -> Trajectory:
-    return run_case(model_type, REFERENCE, train, nudged=True)
+def _run_nudged(section: Model, train: Train) -> Trajectory:
+    return run_plan(section, REFERENCE, train, nudged=True)
 
 
 def tiny_model(model_type: str, dropout: float = 0.0) -> Model:
@@ -140,18 +191,18 @@ def tiny_model(model_type: str, dropout: float = 0.0) -> Model:
     return Model(config=tiny_of_type(model_type, dropout=dropout), init="scratch", precision="fp32")
 
 
-def run_case(model_type: str, plan: Plan, train: Train, *, nudged: bool = False) -> Trajectory:
-    """Train a tiny model under a plan for a few steps, as one rank."""
-    return run_plan(tiny_model(model_type), plan, train, nudged=nudged)
+def run_plan(
+    section: Model, plan: Plan, train: Train, deepspeed: dict[str, Any] | None = None, *, nudged: bool = False
+) -> Trajectory:
+    """Train a model on random tokens for a few steps, as one rank.
 
-
-def run_plan(section: Model, plan: Plan, train: Train, *, nudged: bool = False) -> Trajectory:
-    """Train a model on random tokens for a few steps, as one rank."""
+    `deepspeed`: the config that the planner wrote for the plan; default: one for a model of any tiny size.
+    """
     site = EngineSpec(
         model=section,
         train=train,
         plan=plan,
-        deepspeed=deepspeed_config(plan, train, params=LARGEST, backend="cpu"),
+        deepspeed=deepspeed or deepspeed_config(plan, train, params=LARGEST, backend="cpu"),
         schedule=make_schedule(train, STEPS),
     )
     engine = build_engine(site, current_world())
@@ -186,7 +237,7 @@ def try_autotp(section: Model, tp: int) -> Verdict:
 
     DeepSpeed 0.19.8's AutoTP is silently wrong for some types (gpt_bigcode, persimmon), so each model is tested.
     """
-    train = Train(global_batch=SEQUENCES, steps=STEPS, lr=1e-3, schedule="constant", warmup=0.0)
+    train = settings(lora=False)
     plan = Plan(
         strategy="tensor_parallel",
         tp=tp,

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
-from toolkit.runtime.models.tiny_models import probe_batches, tiny_config
+from toolkit.runtime.models.tiny_models import Sizes, probe_batches, tiny_config
 from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.pipeline.weight_gradients import WeightGradients
@@ -78,7 +79,7 @@ def _places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup, ThreadGroup]]:
 def tiny_model_section(section: Model, axes: Axes) -> Model:
     """A tiny model of the same type and switches, with enough heads for all ranks."""
     heads = max(4, 2 * axes.tp, axes.sp)
-    config = tiny_config(load_config(section), heads)
+    config = tiny_config(load_config(section), Sizes(heads=heads))
     return Model(
         config=config,
         init="scratch",
@@ -88,6 +89,11 @@ def tiny_model_section(section: Model, axes: Axes) -> Model:
         num_labels=section.num_labels,
         lora=section.lora and replace(section.lora, rank=min(section.lora.rank, RANK), dropout=0.0, quantize="none"),
     )
+
+
+def prove_all(section: Model, splits: Sequence[Axes]) -> list[Verdict]:
+    """Verdicts on several splits of a model."""
+    return [prove(section, axes) for axes in splits]
 
 
 def prove(section: Model, axes: Axes) -> Verdict:
@@ -130,9 +136,10 @@ def _first_that_trains(tiny: Model) -> tuple[torch.dtype, _Expected]:
 
 def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
     used, losses, gradients = [], [], []
+    model = _exact(_stirred(build_model(tiny, SEED)), kind)
     for batch in probe_batches(tiny.task, load_config(tiny)):
         micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
-        model = _exact(_stirred(build_model(tiny, SEED)), kind)
+        model.zero_grad(set_to_none=True)
         try:
             loss = summed_loss(forward(model, micro).logits.double(), micro.labels)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -147,15 +154,15 @@ def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
 
 
 def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
+    by_tokens, groups = axes.sp * axes.cp > 1, _places(axes)
+    sliced = axes.tp > 1 and follows_head(tiny)
+    parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind, sliced_logits=sliced) for group in groups]
+    if axes.weights_later:
+        parts = [replace(part, later=WeightGradients(torch.nn.ModuleList(part.pieces))) for part in parts]
+    shares = [_share(part.models, *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)]
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
-        by_tokens = axes.sp * axes.cp > 1
-        groups = _places(axes)
-        parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind) for group in groups]
-        if axes.weights_later:
-            parts = [replace(part, later=WeightGradients(torch.nn.ModuleList(part.pieces))) for part in parts]
-        shares = [
-            _share(part.pieces[0], *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)
-        ]
+        for model in (model for part in parts for model in part.models):
+            model.zero_grad(set_to_none=True)
         with ThreadPoolExecutor(len(groups)) as pool:
             runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
             errors = [error for run in runs if (error := run.exception()) is not None]
@@ -225,9 +232,10 @@ def _wrong_experts(own: Any, models: Sequence[Any], expected: Gradients) -> list
     return wrong
 
 
-def _share(model: PreTrainedModel, group: ThreadGroup, ring: ThreadGroup) -> SequenceShare:
-    share = SequenceShare(group, ThreadRing(ring) if ring.ranks > 1 else None)
-    share.install(model)
+def _share(models: Sequence[PreTrainedModel], group: ThreadGroup, ring: ThreadGroup) -> SequenceShare:
+    share = SequenceShare(group, ThreadRing(ring) if ring.ranks > 1 else None, in_turn=len(models) == 1)
+    for model in models:
+        share.install(model)
     return share
 
 
@@ -241,13 +249,18 @@ class _Part:
     later: WeightGradients | None = None
     """Gradients of weights that are computed after those of inputs."""
 
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The models of its pieces."""
+        return [piece.model if isinstance(piece, Stage) else piece for piece in self.pieces]
 
-def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype) -> _Part:
-    pp, shares_tokens = axes.pp, axes.sequence_sharded
+
+def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype, *, sliced_logits: bool) -> _Part:
+    pp, cut = axes.pp, partial(_cut, tiny, shares_tokens=axes.sequence_sharded, sliced_logits=sliced_logits)
     weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
     if pp == 1:
         model = emptied(hollow_model(tiny, SEED))
-        loss = _cut(tiny, model, group, shares_tokens=shares_tokens)
+        loss = cut(model, group)
         fill(model, weights)
         return _Part([_finished(model, group, kind)], loss)
     bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
@@ -256,7 +269,7 @@ def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype)
     for index in range(pp):
         model = emptied(hollow_model(tiny, SEED))
         owned = _owned_by(split.owners, index, ADAPTED if tiny.lora else "")
-        loss = _cut(tiny, model, group, owned, shares_tokens=shares_tokens)
+        loss = cut(model, group, owned)
         stage = Stage(model, split, index, kind, loss)
         stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
         _finished(model, group, kind)
@@ -275,13 +288,14 @@ def _cut(
     owned: Callable[[str], bool] = lambda name: True,
     *,
     shares_tokens: bool,
+    sliced_logits: bool,
 ) -> Loss:
     """Reduce a tiny model to a tensor rank's shards, if there are several; return the loss for its logits."""
     if group is None:
         return summed_loss
     plain = skeleton(tiny) if tiny.lora else None
-    base, sliced = unadapted(model, tiny), follows_head(tiny)
-    return shard(base, group, owned, sliced_logits=sliced, plain=plain, shares_tokens=shares_tokens)
+    base = unadapted(model, tiny)
+    return shard(base, group, owned, sliced_logits=sliced_logits, plain=plain, shares_tokens=shares_tokens)
 
 
 def _stirred(model: PreTrainedModel) -> PreTrainedModel:

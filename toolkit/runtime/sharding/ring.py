@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from toolkit.errors import first_line
 from toolkit.runtime.distributed.process_group import send_wait
 from toolkit.runtime.layers.recompute import kept_result
 from toolkit.runtime.models.documents import Documents
@@ -101,6 +102,19 @@ def _placed(length: int, ranks: int, index: int) -> list[tuple[int, range]]:
     """Chunks of a rank, each with what leads from a token's place in the sequence to its place on the rank."""
     first, second = zigzag(length, ranks, index)
     return [(-first.start, first), (len(first) - second.start, second)]
+
+
+def use_flash_3() -> str:
+    """Let torch's flash operators, which a ring calls, run flash-attn 3's kernels; why they can't, or nothing.
+
+    torch 2.13 replaces the CUDA kernels of `aten::_scaled_dot_product_flash_attention` and of its backward pass for the
+    whole process. It calls them with the log-sum-exp over all keys, as a ring needs.
+    """
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:
+        return f"flash-attn 3 can't be used: {first_line(error)}"
+    return ""
 
 
 Work = Callable[[int], list[Rectangle]]

@@ -184,6 +184,9 @@ def _under_adapter(module: torch.nn.Module, style: str, sharder: styles.Sharder)
     if linear is None or style not in BESIDE:
         return module
     side, beside = BESIDE[style]
+    if "parameter_name" in vars(module):  # peft adds the product of the factors to the weight itself (routers)
+        styles.cut_factors(module, sharder, outputs=side == "lora_B", packs=_packs(style))
+        return linear
     for adapter in inside[side].values():  # type: ignore[union-attr, operator]
         if not styles.is_wrapped(adapter):
             beside(adapter, sharder)
@@ -197,12 +200,17 @@ def _cut_bare(modules: dict[str, torch.nn.Module], name: str, style: str, sharde
     if parameter.ndim == 1 and not columns:
         return
     dim = parameter.ndim - (2 if columns and parameter.ndim > 1 else 1)
-    packs = 2 if style.startswith("packed") else 1
+    packs = _packs(style)
     for adapter in adapters:
         assert parameter.ndim == 3, "adapters are added to tensors of experts"
         assert not getattr(module, "is_transposed", False), "they have the order experts, outputs, inputs"
         styles.cut_factors(adapter, sharder, outputs=dim == 1, packs=packs)
     sharder.cut(module, key, dim, packs=packs)
+
+
+def _packs(style: str) -> int:
+    """Matrices that a parameter of a style holds one below the other."""
+    return {"packed_colwise": 2, "packed3_colwise": 3}.get(style, 1)
 
 
 def _bare(modules: dict[str, torch.nn.Module], name: str) -> tuple[Any, str, torch.nn.Parameter, list[Any]]:

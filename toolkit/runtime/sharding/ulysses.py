@@ -26,7 +26,7 @@ from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.sharding.collectives import TensorGroup
-from toolkit.runtime.sharding.ring import Rectangle, RingGroup, rectangles, ring_attention, zigzag
+from toolkit.runtime.sharding.ring import Rectangle, RingGroup, rectangles, ring_attention, use_flash_3, zigzag
 
 _numbers = itertools.count()
 
@@ -48,8 +48,9 @@ class SequenceGroup(TensorGroup):
 class SequenceShare:
     """One rank's slice of every sequence, and the attention that connects the slices."""
 
-    def __init__(self, group: SequenceGroup, ring: RingGroup | None = None) -> None:
-        self._group, self._ring = group, ring
+    def __init__(self, group: SequenceGroup, ring: RingGroup | None = None, *, in_turn: bool = True) -> None:
+        """`in_turn`: a micro-batch is cut right before its forward pass and done before the next one (no pipeline)."""
+        self._group, self._ring, self._in_turn = group, ring, in_turn
         self._rectangles: weakref.WeakKeyDictionary[Documents, dict[int, list[Rectangle]]] = weakref.WeakKeyDictionary()
         """What this rank computes with the keys of each ring rank, by documents: the same for all layers."""
         self._documents: Documents | None = None
@@ -60,6 +61,8 @@ class SequenceShare:
         """Make a model use this attention, with the kernel that it was built for."""
         kernels = {registered: kernel for kernel, registered in NAMES.items()}
         self._choice = CHOICES[kernels.get(model.config._attn_implementation, "by_document")]
+        if self._ring is not None and self._choice is CHOICES["flash_attention_3"] and (reason := use_flash_3()):
+            raise SequenceRefused(f"{reason}; use model.attention: auto")
         name = f"ulysses-{next(_numbers)}"
         ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
         # transformers 5.22.2 builds masks from the tokens that the model sees, here only this rank's. Without this the
@@ -123,6 +126,9 @@ class SequenceShare:
         kind = type(module).__name__
         if mask is None:  # the model makes no mask: its layers say which window they have
             assert self._documents is not None
+            if not self._in_turn:
+                what = f"{kind} makes no mask, so in a pipeline it can't tell the documents of its micro-batch"
+                raise SequenceRefused(f"{what}; use pp 1")
             mask = DocumentMask(self._documents, causal=True, window=settings.get("sliding_window"))
         if not isinstance(mask, DocumentMask):
             raise SequenceRefused(f"{kind} passes a bias of its own to attention, which can't be split by sequence")

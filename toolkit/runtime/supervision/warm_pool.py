@@ -100,6 +100,11 @@ def warm_context() -> ForkServerContext:
     return context
 
 
+def preload(*modules: str) -> None:
+    """Have further modules imported once, by the server that workers are forked from; before the first worker."""
+    warm_context().set_forkserver_preload(["toolkit.preload", *modules])
+
+
 def _await(processes: Sequence[ForkServerProcess]) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.is_alive() for process in processes):
