@@ -77,6 +77,8 @@ PAUSE_SECONDS = 0.01
 than the wait for it lasts, on a busy machine for long enough to be part of the peak."""
 BOUND = 0.01
 """Largest relative difference between rehearsed and measured live bytes."""
+EXPERT_BOUND = 0.05
+"""Largest relative difference between predicted and rehearsed live bytes of expert plans."""
 MEAN_BOUND, WORST_BOUND, PART_BOUND = 0.03, 0.08, 0.1
 """Largest mean and single relative difference between predicted and rehearsed live bytes, and that of a part."""
 
@@ -193,6 +195,14 @@ def _hybrid(tp: int, pp: int) -> tuple[str, ...]:
     return "strategy.name=hybrid", f"strategy.tp={tp}", f"strategy.pp={pp}", "strategy.sp=1"
 
 
+def _experts(ep: int, zero: int, *more: str) -> tuple[str, ...]:
+    return "strategy.name=expert_parallel", f"strategy.ep={ep}", f"strategy.zero_stage={zero}", "strategy.pp=1", *more
+
+
+STAGES = ("strategy.pp=4", "strategy.schedule=1f1b")
+
+
+ATTENTION_ADAPTERS = "model.lora={rank: 16, targets: [q_proj, k_proj, v_proj, o_proj]}"
 LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
     "llama-1b": (
         "llama-3.2-1b",
@@ -279,16 +289,53 @@ LARGE: dict[str, tuple[str, int, dict[str, tuple[str, ...]]]] = {
     "mixtral-8x7b": (
         "mixtral-8x7b",
         4,
-        {"zero-3": ZERO_3, "lora-zero-3": (*ZERO_3, ADAPTERS)},
+        {
+            "zero-3": ZERO_3,
+            "lora-zero-3": (*ZERO_3, ADAPTERS),
+            "ep-zero-1": _experts(8, 1),
+            "ep-zero-2": _experts(8, 2),
+            "ep-zero-3": _experts(8, 3),
+            "ep-tp": _experts(4, 1, "strategy.tp=2"),
+            "ep-pp": _experts(8, 1, *STAGES),
+        },
     ),
     "qwen3-30b-a3b": (
         "qwen3-30b-a3b",
         4,
-        {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD},
+        {
+            "zero-3": ZERO_3,
+            "zero-3-offload": ZERO_3_OFFLOAD,
+            "ep-zero-1": _experts(8, 1),
+            "ep-zero-2": _experts(8, 2),
+            "ep-zero-3": _experts(8, 3),
+            "ep-pp": _experts(8, 1, *STAGES),
+        },
     ),
-    "gpt-oss-120b": ("gpt-oss-120b", 8, {"zero-3": ZERO_3, "zero-3-offload": ZERO_3_OFFLOAD}),
+    "gpt-oss-120b": (
+        "gpt-oss-120b",
+        8,
+        {
+            "zero-3": ZERO_3,
+            "zero-3-offload": ZERO_3_OFFLOAD,
+            "ep-lora": _experts(8, 1, ATTENTION_ADAPTERS),
+            "ep-zero-1": _experts(8, 1),
+            "ep-zero-3": _experts(8, 3),
+            "ep-pp": _experts(8, 1, *STAGES),
+        },
+    ),
+    "deepseek-v3-short": (
+        "deepseek-v3",
+        32,
+        {
+            "ep-pp": _experts(8, 1, *STAGES),
+            "ep-interleaved": _experts(8, 1, "strategy.pp=4", "strategy.schedule=interleaved", "strategy.chunks=4"),
+            "ep-zero-3": _experts(8, 3),
+        },
+    ),
 }
 """Name → (config, nodes of 8 H100, strategies)."""
+LAYERS = {"deepseek-v3-short": 16}
+"""Layers of models that are rehearsed with fewer than they have: pipeline stages of the full one have as many."""
 RESULTS = Path(__file__).parent / "data" / "rehearsals.jsonl"
 """Rehearsed rows, one JSON object per line. A row that is there is not rehearsed again; its prediction is new."""
 
@@ -303,9 +350,13 @@ def large_recipe(name: str) -> Recipe:
     """4,096 tokens per packed row, micro-batches of one row, 4 of them without a pipeline."""
     model, strategy, recompute = name.split()
     config, nodes, axes = LARGE[model]
+    section: dict[str, Any] = {"path": config}
+    if model in LAYERS:
+        values = json.loads((ROOT / "configs" / "models" / f"{config}.json").read_text(encoding="utf-8"))
+        section = {"config": {**values, "num_hidden_layers": LAYERS[model]}}
     mapping = {
         "name": "rehearsals",
-        "model": {"path": config, "init": "scratch", "precision": "bf16"},
+        "model": {**section, "init": "scratch", "precision": "bf16"},
         "data": {"path": "texts.jsonl", "tokenizer": "bytes", "seq_len": 4096, "packing": True},
         "train": {"global_batch": 32 * nodes, "steps": 2},
     }
@@ -314,11 +365,15 @@ def large_recipe(name: str) -> Recipe:
 
 
 def large(name: str) -> dict[str, Any]:
-    """Rehearse the first rank of a row (of a pipeline: of the first and the last stage); a line of the results."""
+    """Rehearse the first rank of a row (of a pipeline: of some stages); a line of the results."""
     began = time.perf_counter()
     resolved = resolve(large_recipe(name))
     plan = resolved.chosen.plan
-    result = rehearse(resolved, f"0,{plan.devices - plan.devices // plan.pp}" if plan.pp > 1 else "0")
+    stage = plan.devices // plan.pp
+    ranks = [0, plan.devices - stage] if plan.pp > 1 else [0]
+    if plan.ep > 1 and plan.pp > 2:  # the first stage may have dense layers
+        ranks.insert(1, stage)
+    result = rehearse(resolved, ",".join(map(str, ranks)))
     return {
         "row": name,
         "plan": asdict(plan),

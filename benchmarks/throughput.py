@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,10 @@ def main() -> None:
         print(f"{own_name} / {name}: {statistics.median(ratios):.2f} (by round: {shown})")
 
 
-def prepare(work: Path, steps: int, seq_len: int, median: int) -> None:
-    """Documents, a tokenizer of bytes, a recipe, and the DeepSpeed config that all use."""
+def prepare(
+    work: Path, steps: int, seq_len: int, median: int, model: Mapping[str, Any] | None = None, zero_stage: int = 1
+) -> None:
+    """Documents, a tokenizer of bytes, a recipe, and the model and DeepSpeed configs that all use."""
     from toolkit.runtime.corpus.tokenizer import train_tokenizer
 
     random = np.random.default_rng(0)
@@ -80,18 +83,19 @@ def prepare(work: Path, steps: int, seq_len: int, median: int) -> None:
     rows = sequences(seq_len) // PROCESSES
     recipe = {
         "name": "bench",
-        "model": {"config": MODEL, "precision": "fp32"},
+        "model": {"config": dict(model or MODEL), "precision": "fp32"},
         "data": {
             "path": str(work / "data.jsonl"), "tokenizer": str(work / "tokenizer"), "seq_len": seq_len,
             "cache": str(work / "cache"),
         },
         "train": {"global_batch": sequences(seq_len), "steps": steps, "schedule": "constant", "warmup": 0},
-        "strategy": {"name": "zero", "zero_stage": 1, "micro_batch": rows, "recompute": "none"},
+        "strategy": {"name": "zero", "zero_stage": zero_stage, "micro_batch": rows, "recompute": "none"},
         "metrics": {"wandb": {"mode": "disabled"}},
     }  # fmt: skip
     (work / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     config = resolve(load_recipe(work / "recipe.yaml"), PROCESSES).deepspeed
     (work / "deepspeed.json").write_text(json.dumps(config))
+    (work / "model.json").write_text(json.dumps(dict(model or MODEL)))
 
 
 def sequences(seq_len: int) -> int:
@@ -150,7 +154,7 @@ def peer(name: str, work: Path, steps: int, seq_len: int) -> None:
     rows = datasets.load_dataset("json", data_files=str(work / "data.jsonl"), split="train", cache_dir=str(work))
     ids = [[*found, tokenizer.eos_token_id][: seq_len + 1] for found in tokenizer(list(rows["text"]))["input_ids"]]
     torch.manual_seed(0)
-    values = dict(MODEL)
+    values = json.loads((work / "model.json").read_text())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
 
     class Clock(TrainerCallback):  # type: ignore[misc]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.base import Proposal, Space, plans
-from strategies.legal import expert_sizes, pipeline_sizes, sequence_sizes, tensor_sizes
+from strategies.legal import expert_sizes, pipeline_sizes, ring_sizes, schedules, sequence_sizes, tensor_sizes
 from toolkit.plans.pipeline_orders import pipeline_zero_stages
 from toolkit.plans.plan import Job, Refusal
 
@@ -20,8 +20,8 @@ class ExpertParallel:
     name: str = "expert_parallel"
     summary: str = "experts of a mixture-of-experts model distributed over devices; tokens are sent to their experts"
     axes: tuple[str, ...] = (
-        "dp", "ep", "pp", "tp", "sp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute",
-        "pipeline_bounds",
+        "dp", "ep", "pp", "tp", "sp", "cp", "zero_stage", "zero_group", "micro_batch", "grad_accum", "recompute",
+        "pipeline_bounds", "schedule", "chunks",
     )  # fmt: skip
     needs: str = "a mixture-of-experts model whose experts ep divides, and dp that ep divides"
     refuses: str = "dense models; offload; ZeRO 2 and 3 in a pipeline; sizes that do not divide the experts"
@@ -39,15 +39,22 @@ class ExpertParallel:
         stages = yield from _legal(pipeline_sizes(self.name, job))
         tensor = (yield from _legal(tensor_sizes(self.name, job))) if "tp" in job.fixed else []
         tokens = (yield from _legal(sequence_sizes(self.name, job))) if "sp" in job.fixed else []
+        rings = (yield from _legal(ring_sizes(self.name, job, max([1, *tokens])))) if "cp" in job.fixed else []
         for ep, pp in itertools.product(expert_ranks, [1, *stages]):
-            inner = max([1, *tensor]) * max([1, *tokens])
+            inner = max([1, *tensor]) * max([1, *tokens]) * max([1, *rings])
             replicas, left = divmod(job.cluster.devices, pp * inner)
             if left or replicas % ep:
                 continue
             staged = pp > 1 and "zero_stage" not in job.fixed
             zero = pipeline_zero_stages(job.workload.precision) if staged else (0, 1, 2, 3)
-            space = Space(ep=(ep,), pp=(pp,), tp=tensor or (1,), sp=tokens or (1,), zero_stage=zero)
-            yield from plans(self.name, job, space)
+            for schedule in schedules(job, pp):
+                if schedule.get("schedule") == ("zero_bubble",) and "schedule" not in job.fixed:
+                    continue
+                space = Space(
+                    ep=(ep,), pp=(pp,), tp=tensor or (1,), sp=tokens or (1,), cp=rings or (1,), zero_stage=zero,
+                    **schedule,
+                )  # fmt: skip
+                yield from plans(self.name, job, space)
 
     def variants(self, devices: int) -> dict[str, dict[str, Any]]:
         """Two expert-parallel ranks with ZeRO 0 to 3; with four devices also in a pipeline, and with tensor ranks."""

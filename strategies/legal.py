@@ -59,7 +59,8 @@ def schedules(job: Job, pp: int, tp: int = 1) -> Iterator[dict[str, Any]]:
         return
     layers, fixed = job.model.layers, job.fixed
     given = fixed.get("chunks") or (_chunks_of_bounds(job, pp) if "pipeline_bounds" in fixed else None)
-    usual = [chunks for chunks in divisors(layers) if 1 < chunks <= MOST_CHUNKS and pp * chunks <= layers]
+    even = [chunks for chunks in divisors(layers) if 1 < chunks <= MOST_CHUNKS] or [2]  # as in `chunks_problem`
+    usual = [chunks for chunks in even if pp * chunks <= layers]
     found = [("1f1b", 1), *(("interleaved", chunks) for chunks in ([given] if given else usual))]
     asked = fixed.get("schedule") == "zero_bubble"
     if V_CHUNKS * pp <= layers and (tp == 1 or asked):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.rehearsals import MEAN_BOUND, PART_BOUND, WORST_BOUND, large_rows
+from benchmarks.rehearsals import EXPERT_BOUND, MEAN_BOUND, PART_BOUND, WORST_BOUND, large_rows
 from tests.helpers.planning import GIB, LLAMA_2_7B, LLAMA_3_8B, cluster, decoder, job
 from toolkit.clusters.devices import DEVICES
 from toolkit.cost import activations as model
@@ -269,6 +269,9 @@ def test_predictions_are_near_the_recorded_rehearsals() -> None:
     assert {name: one for name, one in differences.items() if one > WORST_BOUND} == {}
     parts = {(row.name, part): error for row in rows for part, error in row.part_errors.items()}
     assert {key: error for key, error in parts.items() if abs(error) > PART_BOUND} == {}
+    experts = {name: one for name, one in differences.items() if " ep-" in name}
+    assert len(experts) >= 5
+    assert {name: one for name, one in experts.items() if one > EXPERT_BOUND} == {}
 
 
 SHARED = Plan(

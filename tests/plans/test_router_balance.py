@@ -46,6 +46,9 @@ def test_a_loss_that_is_turned_off_is_a_line_of_the_plan() -> None:
     assert "asks for a router loss of weight 0.02" in line
     (line,) = balance_lines(balance_of(Router(loss="micro_batch"), {}))
     assert "depends on micro_batch" in line
+    (line,) = balance_lines(balance_of(Router(capacity_factor=1.5), {}))
+    assert "capacity_factor 1.5" in line
+    assert "differs" in line
     assert not list(balance_lines(Balance()))
 
 
@@ -58,7 +61,8 @@ def test_a_loss_that_is_turned_off_is_a_line_of_the_plan() -> None:
         (MIXTRAL, ["train.router={loss: none, weight: 0.1}"], "unused with loss none"),
         (MIXTRAL, ["train.router.loss=sequence", "model.precision=fp16"], "do not follow fp16's loss scale"),
         (MIXTRAL, ["train.router.weight=0"], "train.router.weight"),
-        (MIXTRAL, ["train.router.capacity_factor=0.5"], "unknown key"),
+        (MIXTRAL, ["train.router.capacity_factor=0.9"], "0.9 given; at least 1 is required"),
+        (LLAMA, ["train.router.capacity_factor=2"], "the model has no experts"),
     ],
 )
 def test_bad_input_names_the_key_and_the_way_out(config: Any, overrides: list[str], words: str) -> None:

@@ -100,7 +100,13 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     elif _fused_on_host(e) and e.model.model_type in SANDWICH_NORMS:
         after = 2.0
     masks = 1.0 if e.software.dropout else 0.0
-    return 2 * (norm + after + masks) * shape.hidden
+    frozen = 2.0 if _frozen_mlp(e) else 0.0  # the input of the MLP, which only gradients of its weights need
+    return (2 * (norm + after + masks) - frozen) * shape.hidden
+
+
+def _frozen_mlp(e: Execution) -> bool:
+    """Whether the toolkit trains adapters of attention only."""
+    return e.drops_gradients and e.lora_rank > 0 and e.lora_targets != "all"
 
 
 def _normalised_bytes(e: Execution) -> float:
@@ -122,10 +128,12 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
-    tensors = gated if shape.gated else plain
-    experts = _expert_tensors(e) if e.drops_gradients and shape.experts else tensors
+    frozen = int(_frozen_mlp(e))  # inputs of matrices without gradients are not kept
+    tensors = (gated if shape.gated else plain) - frozen
+    experts = _expert_tensors(e) - frozen if e.drops_gradients and shape.experts else tensors
     inner = tensors * shape.ffn + experts * shape.experts_per_token * shape.expert_ffn
-    routed = 4 * shape.experts_per_token * shape.hidden if shape.experts else 0  # tokens sent to experts and back
+    # Tokens sent to experts and back.
+    routed = (4 - 2 * frozen) * shape.experts_per_token * shape.hidden if shape.experts else 0
     return attention + _normed_bytes(e, q + kv) + 2 * inner + routed
 
 

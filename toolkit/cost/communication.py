@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.cost.calibration import Calibration
-from toolkit.cost.execution import Execution
+from toolkit.cost.execution import Execution, expert_params, routed_expert_params
 from toolkit.cost.operators import LayerCost
+from toolkit.plans.deepspeed_config import MAX_LIVE_ELEMENTS
 from toolkit.plans.exchange import bytes_per_number
 
 BACKWARD_GATHER = 1.25
@@ -64,30 +65,6 @@ def sequence_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
     return total
 
 
-def expert_seconds(e: Execution, cal: Calibration) -> float:
-    """Sending tokens to their experts and back, in both passes of a layer."""
-    if e.ep == 1:
-        return 0.0
-    shared = e.expert_tp or e.tp
-    where = group(e.cluster, e.ep, shared)
-    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden
-    size *= 1.0 if e.experts_whole else shared / e.tp
-    size *= e.slice.expert_load
-    once = copies_per_token(e.model.experts_per_token, where) if e.software.dispatch_once else 1.0
-    if e.software.dispatch_once:
-        once *= cal.inter / DISPATCH_SHARE
-    one = all_to_all(size, where, e.cluster, cal, outside_share=once)
-    return 2 * (2 + e.recompute.traffic) * one * (cal.tp_exposed if e.software.ep_overlap else 1.0)
-
-
-def copies_per_token(visited: int, where: Group) -> float:
-    """Copies of a token that leave the node if each node gets one, relative to one per visited expert elsewhere."""
-    if where.nodes == 1:
-        return 1.0
-    reached = where.nodes * (1 - (1 - 1 / where.nodes) ** visited) * (1 - 1 / where.nodes)
-    return reached / (visited * (1 - 1 / where.nodes))
-
-
 def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibration) -> float:
     """ZeRO 3, per layer and micro-batch: gather in the forward pass, gather and reduce in the backward pass."""
     if e.zero_stage < 3 or e.replicas == 1 or e.pp > 1:
@@ -101,12 +78,32 @@ def layer_seconds(e: Execution, forward: float, backward: float, cal: Calibratio
     grads = _grad_bytes(e) * params * e.trained_share
     copied = COPIED / (e.cluster.device.memory_bytes_per_second * cal.stream) if e.software.zero_copies else 0.0
     first = gather(weights, wide, e.cluster, cal, messages) + copied * weights
-    back = gather(weights, shard, e.cluster, cal, messages) + copied * weights
-    back += gather(grads, wide, e.cluster, cal, messages) + copied * grads
+    again = gather(weights, shard, e.cluster, cal, messages) + copied * weights
+    reduced = gather(grads, wide, e.cluster, cal, messages) + copied * grads
     if not e.software.dp_overlap:
-        return first + back
-    edges = (first + back) / e.model.layers  # the first gather and the last reduction have nothing to overlap with
-    return exposed(forward, first, cal, wide) + exposed(backward, back, cal, wide) + edges
+        return first + again + reduced
+    edges = (first + again + reduced) / e.model.layers  # first gather and last reduction: nothing to overlap with
+    if routed_expert_params(e) / e.ep / e.expert_cut > MAX_LIVE_ELEMENTS and e.drops_gradients:
+        late = _late_gathers(e, (first, again), (forward, backward), cal, wide)
+        return late + exposed(backward, reduced, cal, wide) + edges
+    return exposed(forward, first, cal, wide) + exposed(backward, again + reduced, cal, wide) + edges
+
+
+def _late_gathers(
+    e: Execution, gathers: tuple[float, float], passes: tuple[float, float], cal: Calibration, where: Group
+) -> float:
+    """Exposed seconds of gathers of layers whose experts are more than ZeRO 3's limit of gathered parameters.
+
+    DeepSpeed 0.19.8 then gathers nothing ahead while experts compute, and of the next experts one tensor of two: gate
+    and up (`PartitionedParameterCoordinator.fetch_sub_module`)."""
+    routed = routed_expert_params(e) / e.model.experts * e.model.experts_per_token
+    mixed = e.model.moe_layers / e.model.layers
+    beside = 1 - mixed * routed / max(e.model.layer_active_params)
+    ahead = 1 - mixed / (3 if e.model.gated_mlp else 2)
+    return sum(
+        exposed(beside * window, ahead * each, cal, where) + (1 - ahead) * each
+        for each, window in zip(gathers, passes, strict=True)
+    )
 
 
 EXPERT_TENSORS = 3
@@ -135,11 +132,6 @@ def stage_params(e: Execution) -> float:
     table = max(e.model.embedding_params, e.model.head_params, e.model.vocab * e.model.hidden)
     part = e.layers_per_stage / e.model.layers
     return (e.layers_per_stage * e.mean_layer_params + table - part * experts) / e.tp + part * own
-
-
-def expert_params(e: Execution) -> float:
-    """Parameters of all routed experts of the model."""
-    return e.model.moe_layers * e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
 def pipeline_seconds(e: Execution, cal: Calibration) -> float:
@@ -285,8 +277,6 @@ def _replica_bytes(e: Execution) -> float:
     return rounds * grads + (weights * e.trained_share if e.zero_stage else 0.0)
 
 
-DISPATCH_SHARE = 0.95
-"""Share of the network bandwidth that DeepEP's exchanges reach: 43 to 58 GB/s with 50 GB/s per device (its README)."""
 COPIED = 2.0
 """Bytes read and written per byte that DeepSpeed's ZeRO 3 copies from a flat buffer, or into one."""
 IN_SWITCH_GAIN = 1.3

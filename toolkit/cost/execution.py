@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -234,6 +235,51 @@ def routed_expert_params(e: Execution) -> int:
     return e.model.experts * (3 if e.model.gated_mlp else 2) * e.model.hidden * e.model.expert_ffn
 
 
+def expert_params(e: Execution) -> int:
+    """Parameters of all routed experts of the model."""
+    return e.model.moe_layers * routed_expert_params(e)
+
+
+def num_layers(e: Execution, index: int) -> int:
+    """Layers of a stage."""
+    if e.stage_layers:
+        return e.stage_layers[index]
+    rest = e.model.layers - e.layers_per_stage * (e.pp - 1)
+    last = rest if rest > 0 else max(1, e.model.layers // e.pp)
+    return e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else last
+
+
+def in_flight(e: Execution, index: int) -> float:
+    """Micro-batches whose activations a rank holds; under interleaving, chunks in flight divided by chunks per rank."""
+    if e.pp == 1:
+        return 1.0
+    if e.chunks == 1:
+        return min(e.grad_accum, e.pp - index)
+    if e.folded:
+        return min(e.grad_accum, e.pp)
+    per_round = e.grad_accum // max(1, e.grad_accum // e.pp)
+    ahead = (e.chunks - 1) * per_round + 2 * (e.pp - 1 - index) + 1
+    return min(e.grad_accum * e.chunks, ahead) / e.chunks
+
+
+def stage_layer_params(e: Execution, index: int) -> Sequence[float]:
+    """Parameters of the layers of a pipeline rank. With several chunks only the first rank has first, dense layers."""
+    layers = num_layers(e, index)
+    if not e.model.moe_layers:
+        return [e.mean_layer_params] * layers
+    if e.chunks > 1:
+        first = layers // e.chunks if index == 0 else 0
+        return *e.model.layer_params[:first], *e.model.layer_params[first - layers :]
+    start = sum(num_layers(e, before) for before in range(index))
+    return e.model.layer_params[start : start + layers]
+
+
+def stage_experts(e: Execution, index: int) -> float:
+    """Parameters of the routed experts of a stage, on all ranks that share them."""
+    routed = routed_expert_params(e)
+    return sum(routed for params in stage_layer_params(e, index) if e.model.moe_layers and params > routed)
+
+
 def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
     """Parameters of adapters, by default on every linear layer except the head: rank × (inputs + outputs) each.
 
@@ -285,7 +331,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         sums_in_bf16=plan.zero_stage == 0 and plan.pp > 1 and plan.precision == "bf16",
         frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
         offload=plan.offload, optimizer=work.optimizer, states=work.states, averaged=work.averaged,
-        lora_rank=work.lora_rank,
+        lora_rank=work.lora_rank, lora_targets=work.lora_targets,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base, whole_logits=work.whole_logits,
         first_passes=work.first_passes, live_reference=work.live_reference, teacher=work.teacher,

@@ -23,16 +23,23 @@ from toolkit.cost.activations import (
 )
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, of_plan, quantized_width, routed_expert_params
+from toolkit.cost.execution import (
+    Execution,
+    in_flight,
+    num_layers,
+    of_plan,
+    quantized_width,
+    routed_expert_params,
+    stage_experts,
+    stage_layer_params,
+)
 from toolkit.cost.optimizer_step import beside_bytes, grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
-from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
+from toolkit.plans.deepspeed_config import MAX_LIVE_ELEMENTS, UPDATE_ELEMENTS, bucket_elements
 from toolkit.plans.plan import Job, Plan
 
 BUCKET_ELEMENTS = 5e8
 """DeepSpeed's default `reduce_bucket_size`, as in published figures; the toolkit uses smaller buckets."""
-LIVE_ELEMENTS = 1e9
-"""Gathered parameters that DeepSpeed's ZeRO 3 does not release (`stage3_max_live_parameters`)."""
 LATE = 0.85
 """Share of the layers that have run when DeepSpeed gathers a frozen head (rehearsed)."""
 IN_USE_LAYERS = 1.5
@@ -51,14 +58,16 @@ def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
         inner.setdefault(e.stage_layers[index], index)
     first = e.stage_layers[0] if e.stage_layers else 0
     larger = [index for layers, index in inner.items() if layers > first]  # the others hold less than the first stage
+    if 0 < e.model.moe_layers < e.model.layers and e.pp > 2:  # the first layers are dense
+        larger.append(1)
     return max((_stage(e, index, cal) for index in sorted({0, *larger, e.pp - 1})), key=lambda stage: stage.total)
 
 
 def least_bytes(e: Execution) -> float:
     """A lower bound of the first stage's peak: weights, states and what layers keep. Quick, for pruning."""
     params = _stage_params(e, 0)
-    kept = kept_bytes(e, _layers(e, 0), _in_flight(e, 0))
-    return _param_bytes(e, params) + _own_state_bytes(e, params) + kept
+    kept = kept_bytes(e, num_layers(e, 0), in_flight(e, 0))
+    return _param_bytes(e, params) + _own_state_bytes(e, 0, params) + kept
 
 
 def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
@@ -67,7 +76,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     parts = {
         "params": _param_bytes(e, params) + beside_bytes(e, params),
         "grads": grad_bytes(e, params),
-        "optimizer": _own_state_bytes(e, params),
+        "optimizer": _own_state_bytes(e, index, params),
         "activations": 0.0,
         "logits": logit_bytes(e) if index == e.head_rank else 0.0,  # freed before layers go backward
         "gathered": _gathered(e),
@@ -75,7 +84,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     }
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += exchange_bytes(e, params)
-    kept = kept_bytes(e, _layers(e, index), _in_flight(e, index)) + put_off_bytes(e, _layers(e, index))
+    kept = kept_bytes(e, num_layers(e, index), in_flight(e, index)) + put_off_bytes(e, num_layers(e, index))
     if e.drops_gradients and e.cluster.device.backend != "cpu":
         peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
         parts |= peak
@@ -114,14 +123,16 @@ class _Step:
     def __init__(self, e: Execution, index: int, params: float, kept: float, grads: float, buckets: float) -> None:
         self.e, self.index, self.kept, self.buckets = e, index, kept, buckets
         self.trained = params * e.trained_share
-        self.shard = self.trained / state_shards(e)
+        experts = stage_experts(e, index) / e.ep / e.expert_cut if e.ep > 1 and not e.lora_rank else 0.0
+        self.largest_group = max(experts, self.trained - experts)  # distributed experts are updated by themselves
+        self.shard = self.trained / _shards(e, index, params)
         self.grads = grads
         # The gradients of a rank's share of experts are one buffer, made with the first of them (rehearsed).
         stand = (e.zero_stage == 3 and e.pp == 1) or e.accumulates_apart or e.grad_accum > 1 or e.ep > 1
         self.early_grads = grads if stand else 0.0  # one micro-batch: they grow as activations are freed
         self.hidden, self.whole = layer_input_bytes(e), whole_tokens_bytes(e)
         self.head_grad = head_gradient_bytes(e) if loss_in_blocks(e) and index == e.head_rank else 0.0
-        self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * LIVE_ELEMENTS)
+        self.ahead = 0.0 if e.quantized_base else min(_gathered_now(e), e.element_bytes * MAX_LIVE_ELEMENTS)
         self.tied = e.model.tied_embeddings and e.pp == 1
 
     def _moment(
@@ -196,13 +207,13 @@ class _Step:
         e = self.e
         table = e.element_bytes * e.model.vocab * e.model.hidden / e.tp if not e.lora_rank else 0.0
         largest = largest_tensor(e)
-        copies = self._copied(e.model.vocab * e.model.hidden / e.tp)
+        copies = self._copied(table / e.element_bytes)
         if self.index == 0 and self.tied:
             both = self.grads + table
             again = table if e.zero_stage == 3 and e.replicas > 1 else 0.0  # gathered again, whatever the limit
             yield self._moment(table, self.head_grad, self.buckets, grads=both, gathered=max(self.ahead, again))
         if self.index == 0:
-            flying = _in_flight(e, 0)
+            flying = in_flight(e, 0)
             waiting = self.kept * (flying - 1) / flying  # of the other micro-batches
             buffers = self.buckets + copies
             yield self._moment(waiting + table, 0.0, buffers, grads=self.grads, gathered=self.ahead)
@@ -220,38 +231,32 @@ class _Step:
         if e.offload != "none" or not e.master_weights:
             return self.buckets
         if e.accumulates_apart:
-            return e.element_bytes * self.trained
+            return e.element_bytes * self.largest_group
         need = 4.0 * _updated_at_once(e, self.shard) if e.element_bytes == 2 else 0.0
         flat = e.element_bytes * min(e.bucket_elements or BUCKET_ELEMENTS, self.trained)  # before, for the reduction
         return max(need, flat) if e.zero_stage == 0 else need + self.buckets
 
 
-def _own_state_bytes(e: Execution, params: float) -> float:
+def _own_state_bytes(e: Execution, index: int, params: float) -> float:
     """Bytes of optimizer states on the device."""
-    return state_bytes(e, params) / state_shards(e) if e.offload == "none" else 0.0
+    return state_bytes(e, params) / _shards(e, index, params) if e.offload == "none" else 0.0
 
 
-def _layers(e: Execution, index: int) -> int:
-    """Layers of a stage."""
-    if e.stage_layers:
-        return e.stage_layers[index]
-    rest = e.model.layers - e.layers_per_stage * (e.pp - 1)
-    last = rest if rest > 0 else max(1, e.model.layers // e.pp)
-    return e.layers_per_stage if index < e.pp - 1 or e.pp == 1 else last
+def _shards(e: Execution, index: int, params: float) -> float:
+    return state_shards(e, (params, stage_experts(e, index) / e.ep / e.expert_cut))
 
 
 def _stage_params(e: Execution, index: int) -> float:
     """Parameters of a stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
     model = e.model
-    layers = _layers(e, index)
-    total = layers * e.mean_layer_params
+    total = sum(stage_layer_params(e, index))
     if index == 0:
         total += model.embedding_params
     if index == e.head_rank:
         total += model.head_params
         if e.pp > 1 and model.tied_embeddings and not e.folded:
             total += model.vocab * model.hidden  # the tied table is on the first and on the last stage
-    experts = model.moe_layers * routed_expert_params(e) * layers / model.layers
+    experts = stage_experts(e, index)
     return (total - experts) / e.tp + experts / e.ep / e.expert_cut
 
 
@@ -277,20 +282,7 @@ def _param_bytes(e: Execution, params: float) -> float:
 
 def _has_second_copy(e: Execution, params: float) -> bool:
     """Whether hpZ makes its second copy: only when a parameter is first released, so not while all stay gathered."""
-    return e.zero_stage == 3 and e.zero_variant == "hpz" and params > LIVE_ELEMENTS
-
-
-def _in_flight(e: Execution, index: int) -> float:
-    """Micro-batches whose activations a rank holds; under interleaving, chunks in flight divided by chunks per rank."""
-    if e.pp == 1:
-        return 1.0
-    if e.chunks == 1:
-        return min(e.grad_accum, e.pp - index)
-    if e.folded:
-        return min(e.grad_accum, e.pp)
-    per_round = e.grad_accum // max(1, e.grad_accum // e.pp)
-    ahead = (e.chunks - 1) * per_round + 2 * (e.pp - 1 - index) + 1
-    return min(e.grad_accum * e.chunks, ahead) / e.chunks
+    return e.zero_stage == 3 and e.zero_variant == "hpz" and params > MAX_LIVE_ELEMENTS
 
 
 def _largest_layer(e: Execution) -> float:
@@ -312,7 +304,7 @@ def _gathered(e: Execution) -> float:
     table = max(e.model.embedding_params, e.model.head_params) / e.tp
     if not e.drops_gradients:
         return e.element_bytes * max((IN_USE_LAYERS + 0.5) * layer, table)
-    kept = min(LIVE_ELEMENTS, e.model_params / e.tp)
+    kept = min(MAX_LIVE_ELEMENTS, e.model_params / e.tp)
     return e.element_bytes * max(kept + IN_USE_LAYERS * layer, table)
 
 
@@ -328,16 +320,16 @@ def _gathered_now(e: Execution, *, first_layer: bool = False) -> float:
         return 0.0
     total, table = e.model_params / e.tp, max(e.model.embedding_params, e.model.head_params) / e.tp
     layer = _largest_layer(e)
-    if layer > LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
+    if layer > MAX_LIVE_ELEMENTS:  # nothing is gathered ahead, but a table that fits into a bucket stays (rehearsed)
         small = table if table <= bucket_elements(e.model_params, e.tp * e.pp, e.bucket_elements) else 0.0
         return e.element_bytes * min(total, layer + (_own_bucket(e) if first_layer else small))
-    held = e.model.tied_embeddings and e.recompute.kept < 1 and table <= LIVE_ELEMENTS  # a larger one is released
+    held = e.model.tied_embeddings and e.recompute.kept < 1 and table <= MAX_LIVE_ELEMENTS  # a larger one is released
     more = table if held else 0.0
     if first_layer:
         more = layer + _own_bucket(e) / 4  # and the bucket of the next ones
     elif e.model.experts:  # of a layer's experts all are gathered at once
         more = max(more, routed_expert_params(e) / e.ep / e.expert_cut)
-    return e.element_bytes * min(total, max(LIVE_ELEMENTS + more, table))
+    return e.element_bytes * min(total, max(MAX_LIVE_ELEMENTS + more, table))
 
 
 def _buffers(e: Execution, params: float) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from toolkit.cost.calibration import Calibration
-from toolkit.cost.communication import expert_params, stage_params
-from toolkit.cost.execution import Execution
+from toolkit.cost.communication import stage_params
+from toolkit.cost.execution import Execution, expert_params
 
 MOMENTS = {
     "adamw": 2, "muon": 1, "adopt": 2, "schedule_free": 3, "adafactor": 0, "lamb": 2, "lars": 1, "lion": 1, "sgd": 0,
@@ -67,19 +67,19 @@ def moments(e: Execution, params: float) -> float:
     return 2 - matrix_params(e, params) / params
 
 
-def state_shards(e: Execution) -> float:
+def state_shards(e: Execution, stage: tuple[float, float] | None = None) -> float:
     """Ranks that optimizer states are sharded over; with hpZ, all replicas.
 
     Experts have only `ranks / ep` copies to be sharded over: then this is the mean over all parameters of a rank.
+    `stage`: its parameters, and those of its experts among them; default: of an average stage.
     """
     if e.zero_stage == 0 and not e.sums_in_bf16:
         return 1
     ranks = e.replicas if e.zero_variant == "hpz" or e.sums_in_bf16 else min(e.zero_group, e.replicas)
     if e.ep == 1 or ranks == 1:
         return ranks
-    experts, own = expert_params(e) / (e.expert_cut * e.pp), stage_params(e)
-    dense = own - experts / e.ep
-    return own / (dense / ranks + experts / e.ep / max(1, ranks // e.ep))
+    own, experts = stage or (stage_params(e), expert_params(e) / e.ep / (e.expert_cut * e.pp))
+    return own / ((own - experts) / ranks + experts / max(1, ranks // e.ep))
 
 
 def _offloaded(e: Execution, shard: float) -> float:

@@ -8,11 +8,12 @@ from toolkit.cost import communication
 from toolkit.cost.activations import layer_input_bytes
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Time
-from toolkit.cost.execution import RECOMPUTE, Execution, layer_shape, lora_params, of_plan
-from toolkit.cost.operators import Pass, Slice, head_cost, layer_cost, seen_tokens
+from toolkit.cost.execution import RECOMPUTE, Execution, layer_shape, lora_params, of_plan, routed_expert_params
+from toolkit.cost.operators import LayerCost, Pass, Slice, head_cost, layer_cost, seen_tokens
 from toolkit.cost.optimizer_step import optimizer_seconds
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.plan import Job, Plan
+from toolkit.plans.router_balance import exchange_parts
 
 
 def model_flops(job: Job) -> float:
@@ -25,7 +26,7 @@ def model_flops(job: Job) -> float:
     matmul_params = model.active_params - (0 if model.tied_embeddings else model.embedding_params)
     each = 6.0 * matmul_params
     if work.lora_rank:
-        each = 4.0 * matmul_params + 6.0 * lora_params(model, work.lora_rank)
+        each = 4.0 * matmul_params + 6.0 * lora_params(model, work.lora_rank, work.lora_targets)
     return work.tokens * (each + 12 * _attention_flops(model, work.seq_len))
 
 
@@ -196,9 +197,59 @@ def _one_layer(e: Execution, cal: Calibration, *, experts: bool, window: int) ->
     tp_forward = _behind_host(tp_forward, cost.forward, forward)
     tp_backward = _behind_host(tp_backward, cost.backward, backward)
     tp_repeat = e.recompute.traffic * tp_forward
-    sp = communication.sequence_seconds(e, cost, cal) + (communication.expert_seconds(e, cal) if experts else 0.0)
+    sp = communication.sequence_seconds(e, cost, cal) + (expert_seconds(e, cost, cal) if experts else 0.0)
     zero = communication.layer_seconds(e, forward + tp_forward, backward + repeat + tp_backward + tp_repeat, cal)
     return LayerSeconds(forward, backward, repeat, tp_forward + tp_backward + tp_repeat, sp, zero)
+
+
+DISPATCH_SHARE = 0.95
+"""Share of the network bandwidth that DeepEP's exchanges reach: 43 to 58 GB/s with 50 GB/s per device (its README)."""
+
+
+def expert_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
+    """Exposed seconds to send tokens to their experts and back, in both passes of a layer."""
+    if e.ep == 1:
+        return 0.0
+    shared = e.expert_tp or e.tp
+    where = communication.group(e.cluster, e.ep, shared)
+    size = e.element_bytes * e.slice.tokens * e.model.experts_per_token * e.model.hidden
+    size *= 1.0 if e.experts_whole else shared / e.tp
+    size *= e.slice.expert_load
+    once = copies_per_token(e.model.experts_per_token, where) if e.software.dispatch_once else 1.0
+    if e.software.dispatch_once:
+        once *= cal.inter / DISPATCH_SHARE
+    one = communication.all_to_all(size, where, e.cluster, cal, outside_share=once)
+    parts = exchange_parts(e.model.experts // e.ep) if e.drops_gradients and where.nodes > 1 else 1
+    if parts > 1:
+        return _in_turns(e, 2 * one, parts, cost, cal)
+    return 2 * (2 + e.recompute.traffic) * one * (cal.tp_exposed if e.software.ep_overlap else 1.0)
+
+
+def _in_turns(e: Execution, both_ways: float, parts: int, cost: LayerCost, cal: Calibration) -> float:
+    """Exposed seconds where parts of a rank's experts exchange and compute in turns: the first part has nothing to
+    overlap with on its way there, the last on its way back. Gradients of the parts' weights are copied into one."""
+    where = communication.group(e.cluster, e.ep, e.expert_tp or e.tp)
+    routed = routed_expert_params(e) / e.model.experts * e.model.experts_per_token
+    share = routed / max(e.model.layer_active_params)
+
+    def one_pass(matmul: float) -> float:
+        alone = both_ways / parts
+        return alone + communication.exposed(share * matmul, both_ways - alone, cal, where)
+
+    again = e.recompute.traffic
+    total = (1 + again) * one_pass(cost.forward.matmul) + one_pass(cost.backward.matmul)
+    if e.lora_rank:
+        return total
+    copied = 2 * e.element_bytes * routed_expert_params(e) / e.ep / e.expert_cut
+    return total + copied / (e.cluster.device.memory_bytes_per_second * cal.stream)
+
+
+def copies_per_token(visited: int, where: communication.Group) -> float:
+    """Copies of a token that leave the node if each node gets one, relative to one per visited expert elsewhere."""
+    if where.nodes == 1:
+        return 1.0
+    reached = where.nodes * (1 - (1 - 1 / where.nodes) ** visited) * (1 - 1 / where.nodes)
+    return reached / (visited * (1 - 1 / where.nodes))
 
 
 def _repeat(e: Execution, cost: Pass, forward: float, cal: Calibration) -> float:

@@ -19,6 +19,8 @@ UPDATE_ELEMENTS = 100_000_000
 default of a billion takes 4 GB beside the gradients themselves, in an update that moves as many bytes either way."""
 OFFLOADED_UPDATE_ELEMENTS = 1_000_000_000
 """Elements per update under offload: the host updates in place, and disks are read in pieces of this size."""
+MAX_LIVE_ELEMENTS = 10**9
+"""Gathered parameters that ZeRO 3 does not release: beyond them nothing is gathered ahead."""
 PERSISTENT_ELEMENTS = 100_000
 """ZeRO 3 keeps parameters below this size on every rank: gathering them costs more than storing them."""
 
@@ -130,8 +132,8 @@ def _zero(plan: Plan, reduce: Reduce, params: int, backend: str, nvme_path: str 
         config |= {
             "stage3_prefetch_bucket_size": max(1, bucket // 4),
             "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
-            "stage3_max_live_parameters": 10**9,
-            "stage3_max_reuse_distance": 10**9,
+            "stage3_max_live_parameters": MAX_LIVE_ELEMENTS,
+            "stage3_max_reuse_distance": MAX_LIVE_ELEMENTS,
             "stage3_gather_16bit_weights_on_model_save": False,
             "sub_group_size": UPDATE_ELEMENTS if plan.offload == "none" else OFFLOADED_UPDATE_ELEMENTS,
         }

@@ -66,14 +66,10 @@ RULES: tuple[Rule, ...] = (
         limits="ring attention in fp32 on an accelerator",
     ),
     Rule(
-        forbids=lambda plan, job: plan.ep > 1 and plan.cp > 1,
-        reason="expert parallel with ring attention is not proven; use sp",
-        limits="expert axis with a ring axis",
-    ),
-    Rule(
-        forbids=lambda plan, job: plan.chunks > 1 and (plan.ep > 1 or job.workload.balance.is_active),
-        reason="distributed experts and train.router are proven with one stage per pipeline rank; use schedule 1f1b",
-        limits="several chunks per rank with an expert axis or train.router",
+        forbids=lambda plan, job: plan.schedule == "zero_bubble" and (plan.ep > 1 or job.workload.balance.is_active),
+        reason="distributed experts and train.router are not proven where gradients of weights are put off; use "
+        "schedule interleaved or 1f1b",
+        limits="zero-bubble schedule with an expert axis or train.router",
     ),
     Rule(
         forbids=lambda plan, job: plan.ep > 1 and job.model.experts % plan.ep > 0,
@@ -113,6 +109,12 @@ RULES: tuple[Rule, ...] = (
         reason="train.router.loss micro_batch multiplies statistics of all layers, and a stage knows only its own; "
         "use sequence",
         limits="train.router.loss micro_batch with a pipeline",
+    ),
+    Rule(
+        forbids=lambda plan, job: plan.pp > 1 and job.workload.balance.capacity_factor > 0,
+        reason="train.router.capacity_factor is not proven in a pipeline, where a layer is recomputed while another "
+        "micro-batch is routed; use pp 1",
+        limits="train.router.capacity_factor with a pipeline",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.balance.is_active,

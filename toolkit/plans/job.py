@@ -46,6 +46,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             fused_kernels=recipe.model.kernels == "liger",
             compiled=recipe.model.compile == "layers",
             lora_rank=recipe.model.lora.rank if recipe.model.lora else 0,
+            lora_targets=_lora_targets(recipe.model),
             quantized_base=recipe.model.lora is not None and recipe.model.lora.quantize == "4bit",
             grad_clip=recipe.train.grad_clip,
             exchange=exchange_of(recipe.train.outer or Outer(), recipe.strategy.local_steps == "auto"),
@@ -71,6 +72,19 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     if problems:
         raise BadInput(recipe.name, problems)
     return job
+
+
+ATTENTION_LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "dense", "c_attn"})
+"""Usual names of the linear layers of attention."""
+
+
+def _lora_targets(section: Model) -> str:
+    """Layers with adapters, as far as the cost model tells them apart."""
+    given = section.lora.targets if section.lora else "auto"
+    names = {given} if isinstance(given, str) else set(given)
+    if names == {"q_proj", "v_proj"}:
+        return "qv"
+    return "attention" if names <= ATTENTION_LAYERS else "all"
 
 
 def raw_config(section: Model) -> Mapping[str, Any]:

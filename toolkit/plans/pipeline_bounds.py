@@ -113,7 +113,9 @@ def chunks_problem(layers: int, pp: int | None, schedule: str | None, chunks: in
         return None
     if required and (required != str(chunks) if required in ("1", str(V_CHUNKS)) else chunks < V_CHUNKS):
         return "strategy.chunks", f"{chunks} given; schedule {schedule} requires {required}"
-    usable = [number for number in range(1, layers + 1) if layers % number == 0 and number * (pp or 1) <= layers]
+    even = [number for number in range(1, layers + 1) if layers % number == 0]
+    # Of a prime number of layers, two chunks per rank are as even as can be.
+    usable = [number for number in ({1, 2} if len(even) == 2 else even) if number * (pp or 1) <= layers]
     if chunks in usable:
         return None
     nearest = sorted(usable, key=lambda number: (abs(number - chunks), number))[:2]

@@ -37,6 +37,8 @@ class Workload:
     """Whether the recipe asks for Liger's norms, rotary embeddings and gated MLPs."""
     compiled: bool = False
     """Whether decoder layers run as code of torch.compile."""
+    lora_targets: str = "all"
+    """Layers with adapters: `all` linear ones, those of `attention`, or queries and values (`qv`)."""
     lora_rank: int = 0
     """Rank of LoRA adapters; 0: all weights are trained."""
     quantized_base: bool = False

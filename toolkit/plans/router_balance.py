@@ -1,4 +1,7 @@
-"""How a mixture's routers are balanced: what the recipe says, and otherwise what the model's config asks for."""
+"""How a mixture's routers are balanced: what the recipe says, and otherwise what the model's config asks for.
+
+And into how many parts the exchange of tokens between experts is cut.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,17 @@ Z_KEYS = ("router_z_loss_coef", "router_z_loss_weight")
 WEIGHT = 1e-3
 """Weight where neither recipe nor config gives one: the default of most configs."""
 
+MOST_PARTS = 4
+"""Parts of a rank's experts that exchange and compute in turns: of the exchange about 1 / parts is not overlapped."""
+
+
+def exchange_parts(own_experts: int) -> int:
+    """Parts that a rank's experts are cut into if they exchange between nodes.
+
+    Inside a node exchanges slow down the products beside them by about as much as they hide (`Calibration`), and the
+    parts' gradients must be copied into one."""
+    return max(parts for parts in range(1, MOST_PARTS + 1) if own_experts % parts == 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
@@ -28,6 +42,8 @@ class Balance:
     """Factor of the mean squared log-sum-exp of the router's logits."""
     bias_update: float = 0.0
     """Step of the experts' biases after every update."""
+    capacity_factor: float = 0.0
+    """Most visits of an expert relative to an even share; 0: no limit."""
     asked: float = 0.0
     """Weight that the config asks for."""
 
@@ -38,8 +54,8 @@ class Balance:
 
     @property
     def is_active(self) -> bool:
-        """Whether anything moves routers besides the cross-entropy."""
-        return self.has_loss or self.bias_update > 0
+        """Whether anything changes what routers do besides the cross-entropy."""
+        return self.has_loss or self.bias_update > 0 or self.capacity_factor > 0
 
 
 def balance_of(section: Router | None, config: Mapping[str, Any]) -> Balance:
@@ -51,7 +67,10 @@ def balance_of(section: Router | None, config: Mapping[str, Any]) -> Balance:
     z_loss = _first(config, Z_KEYS) if given.z_loss is None else given.z_loss
     loss = given.loss or ("sequence" if asked or given.weight else "none")
     weight = 0.0 if loss == "none" else given.weight or asked or WEIGHT
-    return Balance(loss=loss, weight=weight, z_loss=z_loss, bias_update=given.bias_update or 0.0, asked=asked)
+    return Balance(
+        loss=loss, weight=weight, z_loss=z_loss, bias_update=given.bias_update or 0.0,
+        capacity_factor=given.capacity_factor or 0.0, asked=asked,
+    )  # fmt: skip
 
 
 def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> float:
@@ -87,6 +106,11 @@ def balance_lines(balance: Balance) -> Iterator[str]:
         yield (
             f"train.router.loss micro_batch (weight {balance.weight:g}) is transformers' own definition: the result "
             "depends on micro_batch; sequence does not"
+        )
+    if balance.capacity_factor:
+        yield (
+            f"train.router.capacity_factor {balance.capacity_factor:g} drops visits to full experts: the result "
+            "depends on micro_batch and differs from that without a limit; router.dropped in metrics.jsonl is the share"
         )
     if balance.loss == "none" and balance.asked and not balance.bias_update:
         yield (

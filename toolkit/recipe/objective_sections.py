@@ -133,6 +133,10 @@ class Router:
     """Balancing without a loss: after each update the bias of every expert moves by this much, up if the expert had
     fewer tokens of the global batch than the mean, down if it had more. For routers with such a bias, as DeepSeek-V3's
     (there 0.001); default: 0."""
+    capacity_factor: float | None = number(None, least=1)
+    """Most visits that an expert takes from a rank's micro-batch, relative to an even share; later ones are dropped, so
+    the result depends on the micro-batch and differs from training without it. Evaluations drop nothing. Default: no
+    limit."""
 
 
 def router_problems(router: Router | None) -> Iterator[Problem]:

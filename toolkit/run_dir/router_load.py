@@ -8,8 +8,8 @@ from typing import Any
 
 COLLAPSED = 4.0
 """A layer whose busiest expert has this many times the mean load has collapsed: most of its experts learn nothing."""
-HEADER = 3
-"""Numbers before the loads in a step's figures: layers, added loss, balancing loss."""
+HEADER = 4
+"""Numbers before the loads in a step's figures: layers, added loss, balancing loss, dropped visits."""
 
 Loads = list[list[float]]
 """Tokens of each expert, layer by layer."""
@@ -37,6 +37,7 @@ def summarise(figures: Sequence[float]) -> dict[str, float] | None:
         "max_over_mean": max(map(max_over_mean, loads)),
         "dead_experts": float(sum(load == 0 for row in loads for load in row)),
         "experts": float(sum(map(len, loads))),
+        "dropped": figures[3] / sum(map(sum, loads)),
     }
 
 

@@ -35,7 +35,8 @@ from toolkit.runtime.layers import compiled_layers, fused_kernels
 from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.mixtures.balance_loss import Slice
 from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
-from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup, Experts, distribute, find_experts
+from toolkit.runtime.mixtures.expert_dispatch import Experts, distribute, find_experts
+from toolkit.runtime.mixtures.expert_exchange import ExpertGroup
 from toolkit.runtime.mixtures.expert_shards import cut_experts, hand_to_deepspeed
 from toolkit.runtime.mixtures.routers import RouterTable
 from toolkit.runtime.models import head_loss
@@ -188,7 +189,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     tokens = _sharded(spec, model, group, _not_among(experts)) if group else _loss_in_head(spec, model)
     loss = _objective(spec, tokens, mesh)
     _fill_own(model, spec, weights)
-    _send_to_experts(model, experts, mesh)
+    _send_to_experts(model, experts, mesh, spec.balance)
     _make_noisy(model, spec)
     if group:
         sum_partial_gradients(model, group)
@@ -271,10 +272,10 @@ def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup |
     table = RouterTable.of(model)
     stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss, mesh))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
-    _send_to_experts(model, experts, mesh)
+    _send_to_experts(model, experts, mesh, spec.balance)
     if index == 0:
         _make_noisy(model, spec)
-    if spec.plan.chunks * spec.plan.token_parts == 1:  # else loads are not counted: passes take turns, rows are cut
+    if spec.plan.token_parts == 1:  # else loads are not counted: rows are cut
         stage.routers = _routers(spec, model, mesh, table)
     return stage
 
@@ -307,12 +308,14 @@ def _not_among(experts: Sequence[Experts]) -> Callable[[str], bool]:
     return lambda name: not name.startswith(names)
 
 
-def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh) -> None:
+def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh, balance: Balance) -> None:
     """Let experts compute for the tokens of all ranks that share them; a stage has only those of its own layers."""
     held = set(model.modules())
     experts = [each for each in experts if each.module in held]
     if experts:
-        distribute(experts, ExpertGroup(mesh.expert_group, mesh.data % mesh.plan.ep, mesh.plan.ep))
+        group = ExpertGroup(mesh.expert_group, mesh.data % mesh.plan.ep, mesh.plan.ep)
+        overlaps = len({rank // mesh.local_size for rank in mesh.expert_ranks}) > 1
+        distribute(experts, group, overlaps=overlaps, limited=balance.capacity_factor > 0)
         hand_to_deepspeed(model, experts, mesh)
 
 

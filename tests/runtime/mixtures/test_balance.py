@@ -15,6 +15,7 @@ from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.objective_sections import Router
 from toolkit.run_dir import router_load
+from toolkit.runtime.mixtures.balance_loss import capacity, within_capacity
 from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
@@ -93,6 +94,14 @@ def test_biases_follow_the_load_of_the_global_batch() -> None:
         other, found = moved(LAYOUTS[layout])
         assert found == expected, layout
         assert other == pytest.approx(losses, rel=1e-5), layout
+
+
+def test_capacity_by_hand() -> None:
+    experts = torch.tensor([[0, 1], [0, 2], [0, 1], [1, 2]])
+    counts = torch.tensor([1.0, 1.0, 1.0, 0.0])  # the last token is padding
+    assert capacity(tokens=3, visits=2, num_experts=3, factor=1.0) == 2
+    kept = within_capacity(experts, counts, 3, 2)
+    assert kept.tolist() == [[True, True], [True, True], [False, True], [False, False]]
 
 
 def gradients_with_transformers_loss(weight: float) -> dict[str, torch.Tensor]:

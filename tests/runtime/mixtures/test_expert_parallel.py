@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +11,20 @@ import torch
 
 from benchmarks.harness.checkpoint_layouts import assert_equal, resume_and_copy
 from tests.conftest import Trainer
-from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, engine_of, model, run
+from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, engine_of, model, run, train_as_rank
 from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Router
+from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory
+from toolkit.runtime import build_engine
 from toolkit.runtime.mixtures import expert_dispatch
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.proofs.split_proof import prove
-from toolkit.runtime.supervision.warm_pool import call_on_ranks
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 from toolkit.sessions.parity import largest_difference
 from toolkit.sessions.rehearse import rehearse
 from toolkit.sessions.resolve import resolve
@@ -38,8 +41,20 @@ LARGE = {
     "tensor": replace(EP, tp=2, zero_stage=1, zero_group=2),
     "tensor, ZeRO 3": replace(EP, tp=2, zero_stage=3, zero_group=2),
     "pipeline": replace(EP, pp=2, zero_stage=1, zero_group=2, micro_batch=1, grad_accum=2, recompute="full"),
+    "interleaved": replace(
+        EP,
+        pp=2,
+        zero_stage=1,
+        zero_group=2,
+        micro_batch=1,
+        grad_accum=2,
+        schedule="interleaved",
+        chunks=2,
+        recompute="full",
+    ),
     "pipeline, ZeRO 0": replace(EP, pp=2, micro_batch=1, grad_accum=2),
     "sequence": replace(EP, sp=2, zero_stage=1, zero_group=2, micro_batch=1, grad_accum=2),
+    "ring": replace(EP, cp=2, zero_stage=1, zero_group=2, micro_batch=1, grad_accum=2),
 }
 
 
@@ -63,6 +78,34 @@ def test_experts_beside_other_axes(expected: Trajectory, layout: str) -> None:
 def test_other_mixtures(kind: str) -> None:
     section = model(kind)
     assert_same(run(section, ONE, ADAM), run(section, replace(EP, zero_stage=1, zero_group=2), ADAM))
+
+
+def train_in_parts(section: Model, plan: Plan, train: Train) -> Trajectory:
+    """As between nodes: parts of a rank's experts exchange and compute in turns."""
+    build_engine.distribute = functools.partial(expert_dispatch.distribute, overlaps=True)  # type: ignore[attr-defined]
+    return train_as_rank(section, plan, train, "full")
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("mixtral", {}), ("gpt_oss", {"recompute": "full"})])
+def test_experts_in_parts(kind: str, layout: dict[str, Any]) -> None:
+    section = model(kind, num_local_experts=8)
+    found = call_on_ranks(train_in_parts, section, replace(EP, **layout), BALANCED, nproc=2)
+    assert first_failure(found) is None, first_failure(found)
+    assert_same(run(section, ONE, BALANCED), found[0])
+
+
+LIMITED = replace(SGD, router=Router(loss="none", capacity_factor=1.0))
+
+
+def test_limited_experts_drop_the_same_visits_wherever_they_are() -> None:
+    """Capacity is counted per micro-batch, so the same micro-batches give the same result with and without ep."""
+    section = model("mixtral")
+    whole = replace(EP, strategy="data_parallel", ep=1)
+    for data in ("full", "padded"):
+        expected = run(section, whole, LIMITED, data)
+        assert_same(expected, run(section, replace(EP, zero_stage=1, zero_group=2), LIMITED, data))
+        free = run(section, whole, SGD, data)
+        assert abs(expected.loss[-1] / free.loss[-1] - 1) > 1e-4, "something was dropped"
 
 
 def counts_of_rank(section: Model, plan: Plan) -> dict[str, tuple[int, ...]]:

@@ -58,7 +58,8 @@ class Record:
     cost so far (`exchanges`, `sent_bytes`, `busy_seconds`, and `waited_seconds` in which training stood still)."""
     router: dict[str, float] | None = None
     """Of a mixture's routers: `loss` that they add to the cross-entropy, `balance` before its factor, mean `entropy` of
-    the load (1: even), `max_over_mean` of the worst layer, and `dead_experts`, without any token, of all `experts`."""
+    the load (1: even), `max_over_mean` of the worst layer, `dead_experts`, without any token, of all `experts`, and the
+    share of visits that were `dropped` (`train.router.capacity_factor`)."""
     router_load: list[list[float]] | None = None
     """Load of every expert over its layer's mean, layer by layer; in detailed steps."""
     skipped: int = 0

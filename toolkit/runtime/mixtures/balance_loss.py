@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,6 +53,26 @@ def expert_counts(tokens: Tokens, experts: torch.Tensor, num_experts: int) -> to
     counts = tokens.counts.new_zeros(tokens.lengths.numel() * num_experts)
     counts.scatter_add_(0, flat.flatten(), tokens.counts[:, None].expand_as(experts).flatten())
     return counts.view(-1, num_experts)
+
+
+def capacity(tokens: int, visits: int, num_experts: int, factor: float) -> int:
+    """Most visits that an expert takes of so many tokens with so many visits each."""
+    return math.ceil(factor * tokens * visits / num_experts)
+
+
+def within_capacity(experts: torch.Tensor, counts: torch.Tensor, num_experts: int, most: int) -> torch.Tensor:
+    """Which visits are among the first `most` of their expert, in the order of tokens; padding visits none.
+
+    `experts`: chosen experts, a row per token; `counts`: 1 for a token, 0 for padding."""
+    chosen = torch.where(counts[:, None] > 0, experts, num_experts).flatten()
+    order = chosen.argsort(stable=True)
+    loads = torch.zeros(num_experts + 1, dtype=torch.long, device=chosen.device)
+    loads.scatter_add_(0, chosen, torch.ones_like(chosen))
+    firsts = loads.cumsum(0) - loads
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    kept = (places - firsts[chosen] < most) & (chosen < num_experts)
+    return kept.view_as(experts)
 
 
 def sequence_loss(scores: torch.Tensor, tokens: Tokens, counts: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,12 @@ from toolkit.runtime.distributed.process_group import HostSum, all_sum, device
 from toolkit.runtime.mixtures.balance_loss import (
     Slice,
     Tokens,
+    capacity,
     expert_counts,
     micro_batch_loss,
     routed_tokens,
     sequence_loss,
+    within_capacity,
     z_loss,
 )
 from toolkit.runtime.mixtures.routers import Routed, Router, RouterTable, bias_of, find_routers, read_output
@@ -65,6 +67,31 @@ class NoRouters:
         """No biases."""
 
 
+class SeveralStages:
+    """`RouterWatch` of the stages of one pipeline rank, each of which is told about its own forward passes."""
+
+    def __init__(self, stages: Sequence[RouterWatch]) -> None:
+        self._stages = stages
+
+    def begin(self, batch: Sequence[MicroBatch], scale: float) -> None:
+        for stage in self._stages:
+            stage.begin(batch, scale)
+
+    def expect(self, micro: MicroBatch) -> None:
+        """Stages are told one by one."""
+
+    def finish(self) -> torch.Tensor | None:
+        found = [figures for stage in self._stages if (figures := stage.finish()) is not None]
+        if not found:
+            return None
+        # The number of layers is that of the full model; everything else is 0 for layers of other stages.
+        return torch.cat([found[0][:1], torch.stack(found).sum(0)[1:]])
+
+    def attach(self) -> None:
+        for stage in self._stages:
+            stage.attach()
+
+
 class Balancer:
     """`RouterWatch` of the routers of this rank's part of a model."""
 
@@ -76,8 +103,8 @@ class Balancer:
         self._biases: dict[str, tuple[torch.nn.Module, str, torch.Tensor]] = {}
         self._load = torch.zeros(self.layers, table.num_experts, dtype=torch.float64, device=device())
         """Tokens of each expert in this step, layers × experts; 0 for layers of other stages."""
-        self._sums = torch.zeros(2, dtype=torch.float64, device=device())
-        """What this step adds to the cross-entropy, and its balancing loss before its factor."""
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device())
+        """What this step adds to the cross-entropy, its balancing loss before its factor, and dropped visits."""
         self._routed: HostSum | None = None
         self._queue: list[int] = []
         self._micro_batches, self._scale = 1, 1.0
@@ -128,23 +155,39 @@ class Balancer:
             # transformers counts the largest scores, whatever a bias has chosen. Recomputing writes the same again.
             top = routed.logits.detach().softmax(-1).topk(routed.experts.shape[-1], -1).indices
             self._pass.chosen[router.name] = expert_counts(self._pass.tokens, top, routed.logits.shape[-1]).sum(0)
+        weights = output[routed.carrier]
+        if self.balance.capacity_factor:
+            weights = weights * self._kept(routed, self._pass)
         carried = _Attached.apply(  # type: ignore[no-untyped-call]
-            output[routed.carrier], routed.logits, routed.experts, self, router, self._pass
+            weights, routed.logits, routed.experts, self, router, self._pass
         )
         return tuple(carried if place == routed.carrier else one for place, one in enumerate(output))
+
+    def _kept(self, routed: Routed, running: _Pass) -> torch.Tensor:
+        """Which visits experts take, within their capacity for this rank's tokens."""
+        num_experts = routed.logits.shape[-1]
+        most = self._capacity(routed, running)
+        return within_capacity(routed.experts, running.tokens.counts, num_experts, most)
+
+    def _capacity(self, routed: Routed, running: _Pass) -> int:
+        own = running.tokens.total // self._sequence_ranks
+        return capacity(own, routed.experts.shape[-1], routed.logits.shape[-1], self.balance.capacity_factor)
 
     def gradient(self, router: Router, routed: Routed, running: _Pass) -> torch.Tensor | None:
         """Count the load of one router's tokens; the gradient of its losses by its logits, None without losses."""
         num_experts = routed.logits.shape[-1]
         counts = expert_counts(running.tokens, routed.experts, num_experts)
-        self._load[self._numbers[router.name], :num_experts] += counts.sum(0)
+        load = counts.sum(0)
+        self._load[self._numbers[router.name], :num_experts] += load
+        if self.balance.capacity_factor:
+            self._sums[2] += (load - self._capacity(routed, running)).clamp_min(0).sum()
         if not self.balance.has_loss:
             return None
         with torch.enable_grad():
             logits = routed.logits.detach().to(_wide(routed.logits.dtype)).requires_grad_()
             balanced, small = self._losses(router, logits, running, counts)
             added = balanced * self.balance.weight + small * self.balance.z_loss
-            self._sums += torch.stack([added.detach(), balanced.detach()])
+            self._sums[:2] += torch.stack([added.detach(), balanced.detach()])
             (found,) = torch.autograd.grad(added * (self._scale * self._mesh.token_ranks), logits)
         return found.to(routed.logits.dtype)
 
@@ -177,7 +220,7 @@ class Balancer:
     def finish(self) -> torch.Tensor | None:
         self._pass = None
         found = self._mesh.sum_over_tokens(torch.cat([self._sums, self._load.flatten()]))
-        load = found[2:].view_as(self._load)
+        load = found[len(self._sums) :].view_as(self._load)
         for name, (holder, key, _) in self._biases.items():
             own = load[self._numbers[name]]
             bias = holder._buffers[key]

@@ -1,4 +1,4 @@
-"""Sends tokens to their experts on other ranks and back: no expert has a limit, so no token is dropped.
+"""Sends tokens to their experts on other ranks and back: unless the recipe limits experts, no token is dropped.
 
 Every rank routes its own tokens. Rows are sorted by expert and exchanged; a rank runs the model's own code on its
 experts with what it received; results come back and are weighed where they came from.
@@ -6,16 +6,27 @@ experts with what it received; results come back and are weighed where they came
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed.comm as dist
 import torch
 from transformers.integrations import moe
 
 from toolkit.errors import NoPlanFits
+from toolkit.plans.router_balance import exchange_parts
+from toolkit.runtime.mixtures.expert_exchange import (
+    SPARE,
+    Exchange,
+    ExpertGroup,
+    Sizes,
+    arrive,
+    depart,
+    land,
+    send_back,
+)
 from toolkit.runtime.sharding.styles import wrap
 
 ARGUMENTS = ("hidden states", "numbers of the chosen experts", "their weights")
@@ -64,71 +75,101 @@ def _experts(model: torch.nn.Module) -> Iterator[Experts]:
             yield Experts(name, module, number)
 
 
-class ExpertGroup:
-    """The ranks that experts are distributed over."""
+def distribute(
+    experts: Sequence[Experts], group: ExpertGroup, *, overlaps: bool = False, limited: bool = False
+) -> None:
+    """Let modules that hold this rank's experts compute for the tokens of all ranks of the group.
 
-    def __init__(self, group: Any, index: int, ranks: int) -> None:
-        self.group, self.index, self.ranks = group, index, ranks
-
-    def swap(self, counts: torch.Tensor) -> torch.Tensor:
-        """All-to-all of equal shares: entry i goes to rank i, entry j of the result comes from rank j."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self.group)
-        return received
-
-    def send(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-        """All-to-all of rows: `sent[i]` of them go to rank i, `received[j]` come from rank j."""
-        dist.all_to_all_single(into, rows.contiguous(), list(received), list(sent), group=self.group)
-
-
-def distribute(experts: Sequence[Experts], group: ExpertGroup) -> None:
-    """Let modules that hold this rank's experts compute for the tokens of all ranks of the group."""
+    `overlaps`: exchange and compute in turns, part by part; `limited`: leave out visits without weight.
+    """
     for each in experts:
         own = each.number // group.ranks
+        parts = exchange_parts(own) if overlaps else 1
         each.module.num_experts = own  # type: ignore[assignment]
-        wrap(each.module, lambda inner, module=each.module, own=own: _Dispatch(inner, module, group, own))  # type: ignore[misc]
+        wrap(each.module, functools.partial(_Dispatch, each.module, group, own, parts, limited))
 
 
 @dataclass(frozen=True)
 class _Dispatch:
-    run: Run
-    """The model's own experts, for rows that each visit one of this rank's."""
     module: Any
     group: ExpertGroup
     own: int
     """Experts of each rank."""
+    parts: int
+    """Parts that these are cut into."""
+    limited: bool
+    run: Run
+    """The model's own experts, for rows that each visit one of this rank's."""
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        ranks, (tokens, visits) = self.group.ranks, top_k_index.shape
-        chosen = top_k_index.reshape(-1)
-        order = chosen.argsort(stable=True)
-        counts = torch.zeros(ranks * self.own, dtype=torch.long, device=chosen.device)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        arriving = self.group.swap(counts.view(ranks, self.own))
-        sent, received = exchange_sizes(counts.view(ranks, self.own), arriving, len(order))
+        tokens, visits = top_k_index.shape
+        parts = self.parts if _has_grouped_products(self.module, hidden_states.dtype) else 1
+        places = _places(top_k_index.reshape(-1), self.group.ranks, self.own, parts)
+        if self.limited:  # a place after all others
+            places = torch.where(top_k_weights.reshape(-1) == 0, self.group.ranks * self.own, places)
+        order = places.argsort(stable=True)
+        counts = self._counted(places, parts)
+        arriving = self.group.swap(counts)
+        sent, received = exchange_sizes(counts, arriving, len(order))
+        there, back = (Exchange(self.group, sent, received) for _ in range(2))
+        weights = self._weights(parts)
         # Nested, so that no copy of all rows is held longer than the next step needs it.
-        computed = self._computed(
-            _exchanged(_spread(hidden_states, order, visits), sent, received, self.group, spare=1), arriving
+        tickets = depart(self._within_limits(_spread(hidden_states, order, visits), sent), there)
+        visited = land(
+            [
+                send_back(self._computed(arrive(ticket, there, part), arriving[:, part], weights[part]), back, part)
+                for part, ticket in enumerate(tickets)
+            ],
+            back,
         )
-        visited = _permuted(_exchanged(computed, received, sent, self.group, spare=0), _inverse(order), order)
-        del computed
-        visited = visited.view(tokens, visits, -1)
+        if self.limited:
+            visited = torch.nn.functional.pad(visited, (0, 0, 0, len(order) - len(visited)))
+        visited = _permuted(visited, _inverse(order), order).view(tokens, visits, -1)
         return (visited * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
-    def _computed(self, rows: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
-        """What this rank's experts return for rows that came rank by rank, without the last, spare one."""
-        numbers = _experts_of(arriving, len(rows) - 1)
+    def _counted(self, places: torch.Tensor, parts: int) -> torch.Tensor:
+        """Rows for each rank's experts: ranks × parts × experts of a part."""
+        all_experts = self.group.ranks * self.own
+        counts = torch.zeros(all_experts + 1, dtype=torch.long, device=places.device)
+        counts.scatter_add_(0, places, torch.ones_like(places))
+        return counts[:all_experts].view(parts, self.group.ranks, -1).transpose(0, 1).contiguous()
+
+    def _within_limits(self, rows: torch.Tensor, sent: Sizes) -> torch.Tensor:
+        """Rows without those at the end that no expert takes."""
+        return rows[: sum(map(sum, sent))] if self.limited else rows
+
+    def _weights(self, parts: int) -> list[dict[str, torch.Tensor]]:
+        """Weights of the experts of every part."""
+        own = dict(self.module.named_parameters(recurse=False))
+        if parts == 1:
+            return [own]
+        pieces = {name: weight.chunk(parts) for name, weight in own.items()}
+        return [{name: piece[part] for name, piece in pieces.items()} for part in range(parts)]
+
+    def _computed(
+        self, rows: torch.Tensor, arriving: torch.Tensor, weights: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """What a part of this rank's experts returns for rows that came rank by rank."""
+        numbers = _experts_of(arriving, len(rows) - SPARE)
         if not _has_grouped_products(self.module, rows.dtype):
-            return self.run(rows, numbers[:, None], rows.new_ones(len(rows), 1))[:-1]
+            return self.run(rows, numbers[:, None], rows.new_ones(len(rows), 1))
         order = numbers.argsort(stable=True)
         inverse = _inverse(order)
         sizes = arriving.sum(0)
-        sizes[0] += 1
+        sizes[0] += SPARE
         placed = _permuted(rows, order, inverse)
         del rows
-        return _permuted(_grouped(self.module, placed, numbers[order], sizes), inverse, order)[:-1]
+        return _permuted(_grouped(self.module, weights, placed, numbers[order], sizes), inverse, order)
+
+
+def _places(chosen: torch.Tensor, ranks: int, own: int, parts: int) -> torch.Tensor:
+    """Where experts are in the order of parts, then ranks, then experts of a part."""
+    if parts == 1:
+        return chosen
+    numbers = torch.arange(ranks * own, device=chosen.device).view(parts, ranks, own // parts)
+    return numbers.transpose(0, 1).reshape(-1)[chosen]
 
 
 def _has_grouped_products(module: Any, dtype: torch.dtype) -> bool:
@@ -137,7 +178,9 @@ def _has_grouped_products(module: Any, dtype: torch.dtype) -> bool:
     return chosen == "grouped_mm" and dtype != torch.float64
 
 
-def _grouped(module: Any, rows: torch.Tensor, numbers: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+def _grouped(
+    module: Any, weights: Mapping[str, torch.Tensor], rows: torch.Tensor, numbers: torch.Tensor, sizes: torch.Tensor
+) -> torch.Tensor:
     """Experts of rows that are sorted by expert, as transformers' `grouped_mm_experts_forward` (5.22.2) computes them.
 
     That function sorts, weighs, sorts back and sums over visits: five copies of all rows that are not needed here. A
@@ -147,8 +190,8 @@ def _grouped(module: Any, rows: torch.Tensor, numbers: torch.Tensor, sizes: torc
     up, turned = ("gate_up_proj" if module.has_gate else "up_proj"), module.is_transposed
 
     def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        bias = getattr(module, f"{name}_bias")[numbers] if module.has_bias else None
-        product: torch.Tensor = moe._grouped_linear(x, getattr(module, name), ends, bias=bias, is_transposed=turned)
+        bias = weights[f"{name}_bias"][numbers] if module.has_bias else None
+        product: torch.Tensor = moe._grouped_linear(x, weights[name], ends, bias=bias, is_transposed=turned)
         return product
 
     inner = linear(rows, up)
@@ -163,27 +206,26 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     return places
 
 
-def exchange_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """Rows for and from each rank, on the host; `rows` are sent in all.
+def exchange_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[Sizes, Sizes]:
+    """Rows for and from each rank by part, on the host, of at most `rows`; both tensors: ranks × parts × experts.
 
     It waits for the device once per layer and pass: an exchange without a limit per expert has sizes that only the
     routers know, and torch.distributed takes sizes from the host. A rehearsal assumes even loads here.
     """
-    both: list[list[int]] = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    assert sum(both[0]) == rows, "every row goes to one expert"
+    both: list[Sizes] = torch.stack([sent.sum(2).T, received.sum(2).T]).tolist()
+    assert sum(map(sum, both[0])) <= rows, "every row goes to one expert"
     return both[0], both[1]
 
 
 def _experts_of(arriving: torch.Tensor, rows: int) -> torch.Tensor:
     """The own expert of every row that arrives: rows come rank by rank, and from each rank expert by expert.
 
-    The spare row at the end visits the first expert: a rank without any token would have no gradients, and ranks that
-    reduce gradients with it would wait.
+    Spare rows at the end visit the first expert.
     """
     ranks, own = arriving.shape
     numbers = torch.arange(own, device=arriving.device).repeat(ranks)
     found = numbers.repeat_interleave(arriving.flatten(), output_size=rows)
-    return torch.nn.functional.pad(found, (0, 1))
+    return torch.nn.functional.pad(found, (0, SPARE))
 
 
 class _Permuted(torch.autograd.Function):
@@ -220,30 +262,3 @@ class _Spread(torch.autograd.Function):
 def _spread(tokens: torch.Tensor, order: torch.Tensor, visits: int) -> torch.Tensor:
     """A row for every visit of a token, in the order of experts."""
     return _Spread.apply(tokens, order, visits)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: ExpertGroup, spare: int
-    ) -> torch.Tensor:
-        ctx.how = sent, received, group
-        total = sum(received)
-        into = rows.new_empty(total + spare, rows.shape[1])
-        into[total:] = 0
-        group.send(rows, into[:total], sent, received)
-        return into
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        sent, received, group = ctx.how
-        into = gradient.new_empty(sum(sent), gradient.shape[1])
-        group.send(gradient[: sum(received)], into, received, sent)
-        return into, None, None, None, None
-
-
-def _exchanged(
-    rows: torch.Tensor, sent: list[int], received: list[int], group: ExpertGroup, spare: int
-) -> torch.Tensor:
-    """Rows of other ranks for this one, and some spare rows of zeros; gradients go back the same way."""
-    return _Exchange.apply(rows, sent, received, group, spare)  # type: ignore[no-untyped-call, no-any-return]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from toolkit.runtime.distributed.process_group import device
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
-from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch
+from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, SeveralStages
 from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -112,8 +112,8 @@ class Chunks(torch.nn.Module):
 
     @property
     def routers(self) -> RouterWatch:
-        """Balances and counts the routers of the only stage; with several stages per rank nothing is counted."""
-        return self.last.routers if len(self.stages) == 1 else NoRouters()
+        """Balances and counts the routers of all stages."""
+        return self.last.routers if len(self.stages) == 1 else SeveralStages([stage.routers for stage in self])
 
     @property
     def last(self) -> Stage:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from toolkit.runtime.mixtures.expert_dispatch import ExpertGroup
+from toolkit.runtime.mixtures.expert_exchange import ExpertGroup
 from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.ulysses import SequenceGroup
 
@@ -89,9 +89,10 @@ class ThreadExpertGroup(ExpertGroup):
     def swap(self, counts: torch.Tensor) -> torch.Tensor:
         return self._threads.exchange(counts)
 
-    def send(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+    def start(self, rows: torch.Tensor, into: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Any:
         sizes = self._threads.gather(torch.tensor(list(sent)))
         parts = self._threads.gather(rows)
         own = [torch.split(part, size.tolist())[self.index] for part, size in zip(parts, sizes, strict=True)]
         assert [len(part) for part in own] == list(received), "every rank announces what it sends"
         into.copy_(torch.cat(own))
+        return _done()

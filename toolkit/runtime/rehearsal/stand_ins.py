@@ -233,12 +233,14 @@ class AtOnce(ThreadPoolExecutor):
         return done
 
 
-def even_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[int], list[int]]:
+def even_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[list[list[int]], list[list[int]]]:
     """`exchange_sizes` of experts with even loads; the host waits for the device as in a run."""
     fake_device.waits.notify("sizes of the exchange of experts")
-    ranks = len(sent)
-    even = [rows // ranks + (place < rows % ranks) for place in range(ranks)]
-    return even, even
+    ranks, parts, _ = sent.shape
+    places = ranks * parts
+    even = [rows // places + (place < rows % places) for place in range(places)]
+    by_part = [even[part * ranks : (part + 1) * ranks] for part in range(parts)]
+    return by_part, by_part
 
 
 def _replace(package: str, name: str, value: Any) -> None:
