@@ -44,7 +44,8 @@ class ExpertParallel:
             replicas, left = divmod(job.cluster.devices, pp * inner)
             if left or replicas % ep:
                 continue
-            zero = pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            staged = pp > 1 and "zero_stage" not in job.fixed
+            zero = pipeline_zero_stages(job.workload.precision) if staged else (0, 1, 2, 3)
             space = Space(ep=(ep,), pp=(pp,), tp=tensor or (1,), sp=tokens or (1,), zero_stage=zero)
             yield from plans(self.name, job, space)
 

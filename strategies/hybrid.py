@@ -91,4 +91,4 @@ def _is_hybrid(job: Job, tp: int, pp: int, parts: int) -> bool:
 
 def _stages(job: Job, pp: int) -> tuple[int, ...]:
     """ZeRO stages to try: in a pipeline those that it supports, unless the recipe fixes one."""
-    return pipeline_zero_stages() if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)
+    return pipeline_zero_stages(job.workload.precision) if pp > 1 and "zero_stage" not in job.fixed else (0, 1, 2, 3)

@@ -41,7 +41,7 @@ class Pipeline:
             if isinstance(pp, Refusal):
                 yield pp
                 continue
-            stages = pipeline_zero_stages() if "zero_stage" not in job.fixed else (0, 1, 2, 3)
+            stages = pipeline_zero_stages(job.workload.precision) if "zero_stage" not in job.fixed else (0, 1, 2, 3)
             for order in schedules(job, pp):
                 yield from plans(self.name, job, Space(pp=(pp,), zero_stage=stages, offload=offloads(job), **order))
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.objectives import rows
 from tests.conftest import Trainer
 from toolkit import cli
-from toolkit.recipe.file import load_recipe
+from toolkit.recipe.file import load_recipe, make_recipe
 from toolkit.runtime.corpus.sources import synthetic_sessions
 from toolkit.runtime.data.dataset import split
 from toolkit.runtime.teacher import PART_ROWS
+from toolkit.sessions.resolve import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -43,23 +46,21 @@ def test_a_recommender_beats_popularity(train: Trainer, tmp_path: Path) -> None:
     assert found >= 1.5 * baseline, (found, baseline)
 
 
-@pytest.mark.parametrize(("objective", "kind"), [("contrastive", "pairs"), ("kto", "preference")])
-def test_a_run_resumes_in_another_layout(train: Trainer, tmp_path: Path, objective: str, kind: str) -> None:
-    given = [data(kind, tmp_path, 128), f"model.config={json.dumps(TINY)}", f"train.objective={objective}"]
-    given += ["train.schedule=constant", "train.warmup=0"]  # the same learning rates however many steps there are
-    whole = train(*given, "strategy.name=data_parallel", nproc=1)
-    half = train(*given, "checkpoint.every=2", "train.steps=2", "strategy={name: zero, zero_stage: 2}")
-    rest = train(
-        *given, "checkpoint={every: 4, resume: auto}", "strategy={name: tensor_parallel, tp: 2}", into=half.run.path
-    )
-    assert rest.losses == pytest.approx(whole.losses, rel=2e-5)
+@pytest.mark.parametrize(
+    ("objective", "layout"), [("contrastive", "resume"), ("kto", "resume"), ("distill", "lora-tp"), ("reward", "sp")]
+)
+def test_a_sample_of_all_objectives_in_all_layouts(tmp_path: Path, objective: str, layout: str) -> None:
+    """`python -m benchmarks.objectives` runs them all."""
+    ((*_, words, right),) = rows([objective], [layout], tmp_path)
+    assert right, words
+    assert words.startswith("refused: sequence_parallel" if layout == "sp" else "ok"), words
 
 
 def test_a_teachers_pass_resumes_and_is_not_trusted_when_damaged(train: Trainer, tmp_path: Path) -> None:
     distill = f"train.distill={{teacher_config: {json.dumps(TINY)}, top_k: 4, ce_weight: 0.5}}"
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": f"{n} " * 12}) + "\n" for n in range(2 * PART_ROWS)))
-    source = f"data={{path: {rows}, tokenizer: bytes, seq_len: 32, cache: {tmp_path}}}"
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{n} " * 12}) + "\n" for n in range(2 * PART_ROWS)))
+    source = f"data={{path: {file}, tokenizer: bytes, seq_len: 32, cache: {tmp_path}}}"
     given = [source, f"model.config={json.dumps(TINY)}", "train.objective=distill", distill]
     alone = train(*given, "strategy.name=data_parallel", nproc=1)
     parts = sorted(tmp_path.glob("teacher-*.safetensors"))
@@ -72,6 +73,34 @@ def test_a_teachers_pass_resumes_and_is_not_trusted_when_damaged(train: Trainer,
     for path, content in before.items():
         assert path.read_bytes() == content, "every row is computed alone, so the bytes are the same"
     assert alone.records[-1]["objective"].keys() == {"kl", "cross_entropy", "agreement"}
+
+
+@pytest.mark.parametrize("strategy", ["{name: zero, zero_stage: 3}", "{name: tensor_parallel, tp: 2}"])
+def test_a_live_teacher_has_the_losses_of_a_cached_one(train: Trainer, tmp_path: Path, strategy: str) -> None:
+    """Large weights make a teacher that prefers some tokens: else the divergence is the rounding of two equals."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    teacher = json.dumps({**TINY, **sizes})
+    given = [data("chat", tmp_path), f"model.config={json.dumps(TINY)}", "train.objective=distill"]
+    given += ["data.eval_fraction=0.1", "train.eval_every=4"]
+    kept, live = (
+        f"train.distill={{teacher_config: {teacher}, top_k: 4, predictions: {how}}}" for how in ("cached", "live")
+    )
+    alone = train(*given, kept, "strategy.name=data_parallel", nproc=1)
+    before = len(list(tmp_path.glob("teacher-*")))
+    found = train(*given, live, f"strategy={strategy}")
+    assert found.losses == pytest.approx(alone.losses, rel=2e-5)
+    assert found.norms == pytest.approx(alone.norms, rel=1e-4)
+    assert found.summary["eval"]["last"]["loss"] == pytest.approx(alone.summary["eval"]["last"]["loss"], rel=2e-5)
+    assert len(list(tmp_path.glob("teacher-*"))) == before > 0, "a live teacher writes nothing"
+
+
+def test_a_live_teacher_in_a_pipeline_is_refused(recipe_mapping: dict[str, Any]) -> None:
+    distill = f"train.distill={{teacher_config: {json.dumps(TINY)}, predictions: live}}"
+    given = ["data={path: synthetic, format: chat, tokenizer: bytes}", "train.objective=distill", distill]
+    resolved = resolve(make_recipe(recipe_mapping, [*given, f"model.config={json.dumps(TINY)}", "strategy.pp=2",
+                                                    "data.seq_len=64"]), 2)  # fmt: skip
+    assert resolved.decision.chosen is None
+    assert any("a live teacher would need pipeline stages" in one.reason for one in resolved.decision.refused)
 
 
 def test_another_vocabulary_is_refused(train: Trainer, tmp_path: Path) -> None:

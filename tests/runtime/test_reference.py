@@ -69,6 +69,30 @@ def test_a_pass_resumes_where_it_stopped(pairs: list[str], train: Trainer, tmp_p
     np.testing.assert_array_equal(found[1:], complete[1:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "strategy", "more"),
+    [
+        ("dpo", "{name: zero, zero_stage: 3}", ()),
+        ("kto", "{name: pipeline, pp: 2}", ()),
+        ("ipo", "{name: zero, zero_stage: 2}", ()),
+        ("dpo", "{name: tensor_parallel, tp: 2}", ("model.lora={rank: 4, alpha: 8}",)),
+    ],
+)
+def test_a_live_reference_has_the_losses_of_a_cached_one(
+    pairs: list[str], train: Trainer, objective: str, strategy: str, more: tuple[str, ...]
+) -> None:
+    """In another layout, too; and a resumed run compares with the first weights, not with those of the checkpoint."""
+    given = [*pairs, f"train.objective={objective}", "train.schedule=constant", "train.warmup=0", *more]
+    cached = train(*given, "strategy.name=data_parallel", nproc=1)
+    live = [*given, "train.reference=live", f"strategy={strategy}"]
+    half = train(*live, "train.steps=2", "checkpoint.every=2")
+    found = train(*live, "checkpoint.every=2", into=half.run.path)
+    assert found.losses == pytest.approx(cached.losses, rel=2e-5)
+    assert found.norms == pytest.approx(cached.norms, rel=1e-4)
+    assert len(set(cached.losses)) == len(cached.losses) == 4, "the model moves away from the reference"
+
+
 def dying(batch: int, seconds: float, argv: tuple[str, ...], env: dict[str, str]) -> None:
     """Enter the worker; rank 0, which writes after every batch, is killed some time after a batch has begun."""
     from toolkit.runtime import reference

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -21,14 +22,19 @@ from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Data
+from toolkit.run_dir.layout import newest
 from toolkit.runtime.between_steps import FLAT_STEPS, ZERO_STEPS, WarningHook
 from toolkit.runtime.checkpoint.export import export
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.corpus.formats import counted_turns, lacks_prompt
 from toolkit.runtime.corpus.tokenizer import Bytes
+from toolkit.runtime.generate_text import sample
 from toolkit.runtime.models.build import build_model, skeleton
+from toolkit.runtime.models.documents import Documents
+from toolkit.runtime.models.embedder import noise, row_salts
 from toolkit.runtime.models.head_loss import HeadLoss, Transform
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
+from toolkit.sessions.resolve import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +131,8 @@ def test_useless_runs_are_reported_once() -> None:
 def test_a_run_stops_after_evaluations_that_are_not_better(train: Trainer, tmp_path: Path) -> None:
     """A learning rate that ruins the model; the best checkpoint is exported."""
     settings = ("train.steps=40", "train.lr=3.0", "train.warmup=0", "train.patience=2", "train.eval_every=1")
-    run = train(*settings, "data.eval_fraction=0.2", "checkpoint.every=100", "train.grad_clip=0", into=tmp_path / "run")
+    settings += ("data.eval_fraction=0.2", "checkpoint={every: 100, keep: 1, keep_best: 2}", "train.grad_clip=0")
+    run = train(*settings, into=tmp_path / "run")
     assert run.codes == [0, 0]
     steps = [json.loads(line)["step"] for line in run.run.evaluations.read_text().splitlines()]
     best = store.best(run.run.checkpoints)
@@ -133,7 +140,64 @@ def test_a_run_stops_after_evaluations_that_are_not_better(train: Trainer, tmp_p
     assert steps[-1] == best + 2 < 40
     assert run.summary["status"] == "done"
     assert store.steps(run.run.checkpoints)[0] == steps[-1]
+    losses = {line["step"]: line["loss"] for line in map(json.loads, run.run.evaluations.read_text().splitlines())}
+    kept = store.all_best(run.run.checkpoints)
+    assert kept == sorted(losses, key=lambda step: losses[step])[:2], "the two best, the best first"
     assert main(["export", str(run.run.path), str(tmp_path / "out"), "--best"]) == 0
+    assert main(["export", str(run.run.path), str(tmp_path / "second"), "--best", "2"]) == 0
+    assert main(["export", str(run.run.path), str(tmp_path / "third"), "--best", "3"]) == 2
+
+
+PROMPTS = ("train.sample_prompts=['the quick', 'a']", "train.sample_tokens=6", "train.eval_every=4")
+
+
+def test_evaluations_show_generated_texts(train: Trainer) -> None:
+    """The same under data parallel, ZeRO 3 and tensor shards as from the exported model in one process."""
+    given = (*PROMPTS, "data.eval_fraction=0.2", "checkpoint.every=4")
+    alone = train(*given, "strategy.name=data_parallel", nproc=1)
+    (record,) = map(json.loads, alone.run.evaluations.read_text().splitlines())
+    assert [sample["prompt"] for sample in record["samples"]] == ["the quick", "a"]
+    assert all(sample["text"] for sample in record["samples"])
+    for strategy in ("{name: zero, zero_stage: 3}", "{name: tensor_parallel, tp: 2, sequence_sharded: false}"):
+        run = train(*given, f"strategy={strategy}")
+        assert json.loads(run.run.evaluations.read_text())["samples"] == record["samples"]
+    events = [json.loads(line) for line in alone.run.events.read_text().splitlines()]
+    assert [event["text"].split(" → ")[0] for event in events if event["kind"] == "sample"] == ["the quick", "a"]
+    whole = sample(newest(alone.run.path), "the quick", tokens=6, temperature=0.0, seed=0)
+    assert whole == "the quick" + record["samples"][0]["text"]
+
+
+@pytest.mark.parametrize("overrides", [("strategy.pp=2",), ("strategy.islands=2", "strategy.name=local_sgd")])
+def test_prompts_are_refused_where_no_call_runs_the_model(
+    recipe_mapping: dict[str, Any], overrides: tuple[str, ...]
+) -> None:
+    resolved = resolve(make_recipe(recipe_mapping, (*PROMPTS, "data.eval_fraction=0.2", *overrides)), 2)
+    assert resolved.decision.chosen is None
+    assert any("train.sample_prompts needs a forward pass" in one.reason for one in resolved.decision.refused)
+
+
+def test_noise_does_not_depend_on_the_split(train: Trainer) -> None:
+    given = ("train.neftune_alpha=20", "train.schedule=constant", "train.warmup=0")
+    plain = train("train.schedule=constant", "train.warmup=0", "strategy.name=data_parallel", nproc=1)
+    alone = train(*given, "strategy.name=data_parallel", nproc=1)
+    assert alone.losses[0] != pytest.approx(plain.losses[0], rel=1e-4)
+    for strategy in ("{name: zero, zero_stage: 3, micro_batch: 2}", "{name: pipeline, pp: 2, micro_batch: 2}"):
+        found = train(*given, f"strategy={strategy}")
+        assert found.losses == pytest.approx(alone.losses, rel=2e-5)
+        assert found.norms == pytest.approx(alone.norms, rel=1e-4)
+
+
+def test_noise_has_the_size_of_its_document() -> None:
+    documents = Documents.of_lengths([4, 12, 16], rows=2)
+    found = noise(row_salts(0, 3, np.array([7, 8])), documents, 64, alpha=5.0)
+    for place, length in ((found[0, :4], 4), (found[0, 4:], 12), (found[1], 16)):
+        size = 5.0 / (length * 64) ** 0.5
+        assert float(place.abs().max()) <= size
+        assert float(place.std()) == pytest.approx(size / 3**0.5, rel=0.05), "uniform"
+        assert abs(float(place.mean())) < 0.1 * size
+    assert not torch.equal(found, noise(row_salts(0, 4, np.array([7, 8])), documents, 64, alpha=5.0)), "of each step"
+    alone = noise(row_salts(0, 3, np.array([8])), Documents.of_lengths([16], rows=1), 64, alpha=5.0)
+    assert torch.equal(alone[0], found[1])
 
 
 def test_a_trial_reads_fewer_samples(train: Trainer) -> None:

@@ -121,27 +121,43 @@ def set_aside(path: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the best one, each atomically."""
-    spared = best(root)
+    """Remove all but the newest `keep` checkpoints and the best ones, each atomically."""
+    spared = all_best(root)
     for step in steps(root)[keep:]:
-        if step != spared:
+        if step not in spared:
             remove(root, step)
 
 
-def mark_best(root: Path, step: int, loss: float) -> None:
-    """Mark the checkpoint with the lowest loss on held-out data: pruning keeps it."""
+def mark_best(root: Path, step: int, loss: float, keep: int = 1) -> None:
+    """Mark a checkpoint by its loss on held-out data; of all marked ones the best `keep` stay. Pruning keeps them."""
+    found = [(known, other) for known, other in _marked(root) if other != step and path_of(root, other).is_dir()]
+    found = sorted([*found, (loss, step)])[:keep]
+    first, *others = [{"checkpoint": directory_name(other), "eval_loss": known} for known, other in found]
     temporary = root / f".{BEST}.tmp"
-    write_synced(temporary, canonical_json({"checkpoint": directory_name(step), "eval_loss": loss}))
+    write_synced(temporary, canonical_json({**first, "others": others} if others else first))
     os.replace(temporary, root / BEST)
+
+
+def all_best(root: Path) -> list[int]:
+    """Steps of the marked checkpoints that exist, the best first."""
+    return [step for _, step in _marked(root) if path_of(root, step).is_dir()]
 
 
 def best(root: Path) -> int | None:
     """Step of the best checkpoint; None if none is marked or it is gone."""
+    return next(iter(all_best(root)), None)
+
+
+def _marked(root: Path) -> list[tuple[float, int]]:
+    """(loss, step) of the marked checkpoints, the best first; nothing if the file is missing or damaged."""
     try:
-        step = step_of(str(json.loads(read_small(root / BEST))["checkpoint"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return step if step is not None and path_of(root, step).is_dir() else None
+        first = json.loads(read_small(root / BEST))
+        found = [
+            (float(one["eval_loss"]), step_of(str(one["checkpoint"]))) for one in (first, *first.get("others", ()))
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []
+    return [(loss, step) for loss, step in found if step is not None]
 
 
 def remove(root: Path, step: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from toolkit.commands.common import positive
 from toolkit.run_dir.layout import best, newest
 
 
@@ -15,7 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("out", type=Path, metavar="OUT_DIR", help="directory to create")
     parser.add_argument(
-        "--best", action="store_true", help="of a run directory, the checkpoint with the lowest loss of an evaluation"
+        "--best",
+        type=positive,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="of a run directory, the checkpoint with the lowest loss of an evaluation, or the N-th lowest",
     )
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into the base model")
     parser.add_argument(
@@ -25,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Export the checkpoint."""
-    checkpoint = best(args.checkpoint) if args.best else newest(args.checkpoint)
+    checkpoint = best(args.checkpoint, args.best) if args.best else newest(args.checkpoint)
     from toolkit.runtime.checkpoint.export import export
 
     recipe = export(checkpoint, args.out, merge=args.merge, trust_remote_code=args.trust_remote_code)

@@ -104,6 +104,12 @@ class Execution:
     optimizer: str = "adamw"
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    first_passes: int = 0
+    """Forward passes over the global batch in each step before the one that is trained on."""
+    live_reference: bool = False
+    """Whether a copy of the first weights is kept."""
+    teacher: ModelSpec | None = None
+    """A second model that runs a forward pass in every step."""
     states: str = "fp32"
     """How moments are stored."""
     averaged: bool = False
@@ -278,6 +284,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         lora_rank=work.lora_rank,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base, whole_logits=work.whole_logits,
+        first_passes=work.first_passes, live_reference=work.live_reference, teacher=work.teacher,
     )  # fmt: skip
 
 

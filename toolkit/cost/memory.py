@@ -24,7 +24,7 @@ from toolkit.cost.activations import (
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import Execution, of_plan, quantized_width, routed_expert_params
-from toolkit.cost.optimizer_step import grad_bytes, largest_tensor, state_bytes, state_shards
+from toolkit.cost.optimizer_step import beside_bytes, grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
 from toolkit.plans.deepspeed_config import UPDATE_ELEMENTS, bucket_elements
 from toolkit.plans.plan import Job, Plan
@@ -65,7 +65,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     """Memory of one pipeline stage."""
     params = _stage_params(e, index)
     parts = {
-        "params": _param_bytes(e, params),
+        "params": _param_bytes(e, params) + beside_bytes(e, params),
         "grads": grad_bytes(e, params),
         "optimizer": _own_state_bytes(e, params),
         "activations": 0.0,

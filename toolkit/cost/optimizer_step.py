@@ -98,10 +98,26 @@ def _offloaded(e: Execution, shard: float) -> float:
     return total
 
 
+def beside_bytes(e: Execution, params: float) -> float:
+    """Bytes of weights that are kept beside the trained ones, in shards as those are: a live reference or teacher.
+
+    A teacher in tensor shards is not sharded by ZeRO 3 as well.
+    """
+    found = 0.0
+    if e.live_reference:
+        found += e.element_bytes * params * e.trained_share / (state_shards(e) if e.zero_stage == 3 else 1)
+    if e.teacher is not None:
+        shards = e.tp if e.tp > 1 else e.replicas if e.zero_stage == 3 else 1
+        found += e.element_bytes * e.teacher.params / shards
+    return found
+
+
 def grad_bytes(e: Execution, params: float) -> float:
     """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share
-    width = 4 if e.accumulates_apart or e.element_bytes == 4 else e.software.grad_bytes
+    # A pipeline without ZeRO in bf16 holds both gradients and their sums, 2 bytes each.
+    both = e.drops_gradients and e.zero_stage == 0 and e.pp > 1
+    width = 4 if e.accumulates_apart or e.element_bytes == 4 or both else e.software.grad_bytes
     if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
         return width * trained
     if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):

@@ -8,7 +8,7 @@ from toolkit.cost import communication
 from toolkit.cost.activations import layer_input_bytes
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Time
-from toolkit.cost.execution import Execution, layer_shape, lora_params, of_plan
+from toolkit.cost.execution import RECOMPUTE, Execution, layer_shape, lora_params, of_plan
 from toolkit.cost.operators import Pass, Slice, head_cost, layer_cost, seen_tokens
 from toolkit.cost.optimizer_step import optimizer_seconds
 from toolkit.models.spec import ModelSpec
@@ -95,7 +95,7 @@ def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
     stages = _stages(e, layer, head_seconds)
     each = e.grad_accum * stages.layers
     window = communication.Window(stages.layers * layer.forward, stages.layers * layer.backward + head_seconds / 2)
-    return Time(
+    step = Time(
         compute=each * (layer.forward + layer.backward) + e.grad_accum * stages.head,
         recompute=each * layer.repeat,
         tp_comm=each * layer.tp,
@@ -106,6 +106,50 @@ def seconds(e: Execution, cal: Calibration = CALIBRATION) -> Time:
         optimizer=optimizer_seconds(e, cal),
         fixed=cal.fixed_seconds + _step_hooks(e, cal),
     )
+    if e.first_passes:
+        step = step.plus(_forward_time(e, layer, stages, step), e.first_passes)
+    return step if e.teacher is None else step.plus(_teacher_time(e, e.teacher, cal))
+
+
+def forward_time(plan: Plan, job: Job) -> Time:
+    """Predicted seconds of a pass without gradients over a global batch: of a reference that is kept, for example."""
+    e = replace(of_plan(plan, job), first_passes=0, teacher=None)
+    layer = layer_seconds(e, CALIBRATION)
+    head = head_cost(e.model.hidden, e.model.vocab, e.slice, e.cluster.device, e.software, CALIBRATION)
+    return _forward_time(e, layer, _stages(e, layer, host_bound(head, e, CALIBRATION)), seconds(e))
+
+
+def teacher_pass_time(plan: Plan, job: Job, teacher: ModelSpec) -> Time:
+    """Predicted seconds per global batch of a teacher's pass before training: complete on each rank, row by row."""
+    rows = -(-job.workload.global_batch // plan.devices)
+    alone = replace(
+        of_plan(plan, job), dp=plan.devices, tp=1, sp=1, cp=1, ep=1, zero_stage=0, micro_batch=1, grad_accum=rows
+    )
+    return _teacher_time(alone, teacher, CALIBRATION)
+
+
+def _forward_time(e: Execution, layer: LayerSeconds, stages: Stages, step: Time) -> Time:
+    """Seconds of a pass without gradients. Of a step's three passes through head and ZeRO 3's traffic it is one."""
+    each = e.grad_accum * stages.layers
+    return Time(
+        compute=each * layer.forward + e.grad_accum * stages.head / 3,
+        tp_comm=each * layer.tp / (2 + e.recompute.traffic),
+        sp_comm=each * layer.sp / 2,
+        pp_bubble=step.pp_bubble * layer.forward / max(layer.compute, 1e-30),
+        pp_comm=step.pp_comm / 2,
+        dp_comm=each * layer.zero / 3,
+    )
+
+
+def _teacher_time(e: Execution, teacher: ModelSpec, cal: Calibration) -> Time:
+    """Seconds of a forward pass of the teacher on the same tokens; it has no pipeline stages and no adapters."""
+    alone = replace(
+        e, model=teacher, teacher=None, first_passes=0, pp=1, chunks=1, stage_layers=(), lora_rank=0,
+        quantized_base=False, residual_shards=False, recompute=RECOMPUTE["none"],
+    )  # fmt: skip
+    layer = layer_seconds(alone, cal)
+    head = head_cost(teacher.hidden, teacher.vocab, alone.slice, e.cluster.device, e.software, cal)
+    return _forward_time(alone, layer, _stages(alone, layer, host_bound(head, alone, cal)), Time())
 
 
 def _bubble_seconds(e: Execution, stages: Stages) -> float:

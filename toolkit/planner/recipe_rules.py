@@ -41,6 +41,34 @@ RULES: tuple[RecipeRule, ...] = (
         "weigh their losses by tokens; use another strategy than local_sgd",
     ),
     RecipeRule(
+        asks=lambda recipe: recipe.train.reference == "live",
+        forbids=lambda recipe, plan: plan.offload.endswith("_params"),
+        reason="train.reference live computes with a copy of the first weights on the device, and {plan.offload} keeps "
+        "weights elsewhere; use train.reference=cached, or another offload",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.train.has_live_teacher,
+        forbids=lambda recipe, plan: plan.pp > 1,
+        reason="a live teacher would need pipeline stages of its own; use train.distill.predictions=cached, or "
+        "data_parallel, zero or tensor_parallel",
+        limits="live teacher with a pipeline",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.train.neftune_alpha is not None,
+        forbids=lambda recipe, plan: plan.token_parts > 1 or plan.sequence_sharded,
+        reason="train.neftune_alpha is noise by sample and place, and ranks that share the tokens of a sample do not "
+        "know the place; use strategy.sequence_sharded=false, or another strategy than sequence_parallel",
+        limits="NEFTune with shares of tokens or sequence parallel",
+    ),
+    RecipeRule(
+        asks=lambda recipe: bool(recipe.train.sample_prompts),
+        forbids=lambda recipe, plan: plan.pp > 1 or plan.token_parts > 1 or plan.islands > 1 or plan.sequence_sharded,
+        reason="train.sample_prompts needs a forward pass of any length in one call, which pipelines, shares of tokens "
+        "and islands do not have; use data_parallel, zero or tensor_parallel with sequence_sharded=false, or "
+        "`toolkit sample` on a checkpoint",
+        limits="sample prompts with a pipeline, shares of tokens, sequence parallel or islands",
+    ),
+    RecipeRule(
         asks=lambda recipe: _has_other_task(recipe),
         forbids=lambda recipe, plan: plan.token_parts > 1,
         reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "

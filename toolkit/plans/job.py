@@ -20,7 +20,8 @@ from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.data_checks import texts_per_sample
 from toolkit.recipe.model_section import Model
-from toolkit.recipe.sections import Recipe
+from toolkit.recipe.objective_sections import TWICE
+from toolkit.recipe.sections import Recipe, Train
 from toolkit.resources import CONFIGS
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
@@ -52,6 +53,9 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
             whole_logits=recipe.train.objective == "distill",
+            first_passes=int(recipe.train.reference == "live") + int(recipe.train.objective in TWICE),
+            live_reference=recipe.train.reference == "live",
+            teacher=_live_teacher(recipe.train),
             balance=balance_of(recipe.train.router, config),
         ),
         fixed=_fixed(recipe),
@@ -75,6 +79,14 @@ def raw_config(section: Model) -> Mapping[str, Any]:
         return section.config
     assert section.path is not None
     return load_model_config(section.path, models_dir=CONFIGS / "models")
+
+
+def _live_teacher(train: Train) -> ModelSpec | None:
+    """The teacher, if it predicts in every step."""
+    section = train.distill
+    if section is None or not train.has_live_teacher:
+        return None
+    return read_model_config(raw_config(Model(path=section.teacher, config=section.teacher_config)))
 
 
 def _sample_tokens(recipe: Recipe, config: Mapping[str, Any]) -> int:

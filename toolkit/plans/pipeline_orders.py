@@ -235,6 +235,10 @@ def _v_order(pp: int, rank: int, micro_batches: int) -> Iterator[Action]:
     return iter([action for action in order if action.micro < micro_batches])
 
 
-def pipeline_zero_stages() -> tuple[int, ...]:
-    """ZeRO stages that DeepSpeed's pipeline engine supports."""
-    return (0, 1)
+def pipeline_zero_stages(precision: str) -> tuple[int, ...]:
+    """ZeRO stages to propose of those that DeepSpeed's pipeline engine supports.
+
+    In bf16, micro-batches are summed in fp32 under ZeRO 1 and in bf16 without ZeRO, which rounds and takes no fewer
+    bytes: DeepSpeed 0.19.8 then holds gradients and their sums. A recipe may still ask for it.
+    """
+    return (1,) if precision == "bf16" else (0, 1)

@@ -53,6 +53,13 @@ class Workload:
     """Sequences per step at the start of a batch ramp; 0: no ramp."""
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    first_passes: int = 0
+    """Forward passes over the global batch in each step before the one that is trained on: of a live reference, for
+    KTO's divergence, for embeddings."""
+    live_reference: bool = False
+    """Whether a copy of the first weights is kept, for a live reference."""
+    teacher: ModelSpec | None = None
+    """The teacher that predicts in every step, if there is one."""
     balance: Balance = field(default_factory=Balance)
     """How the routers of a mixture are balanced."""
 

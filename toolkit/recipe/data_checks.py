@@ -67,6 +67,25 @@ def data_problems(data: Data, train: Train, model: Model) -> Iterator[Problem]:
         yield Problem("model.lora.dropout", what)
     yield from _trial_problems(data)
     yield from _turn_problems(data)
+    yield from _text_problems(data, train)
+
+
+def _text_problems(data: Data, train: Train) -> Iterator[Problem]:
+    """Settings that need a model of texts that predicts the next token."""
+    task = task_of(data.format, train.objective)
+    if train.neftune_alpha is not None and train.objective is not None:
+        what = f"is for training without an objective: {train.objective} would compare passes with different noise"
+        yield Problem("train.neftune_alpha", f"{what}; remove it")
+    elif train.neftune_alpha is not None and task not in ("causal-lm", "classification"):
+        yield Problem("train.neftune_alpha", f"is for decoders and classifiers of texts, not for {task}; remove it")
+    if train.sample_prompts and task != "causal-lm":
+        yield Problem("train.sample_prompts", f"needs a model that predicts the next token, not {task}; remove it")
+    if train.sample_prompts and data.path == "synthetic" and data.format == "text":
+        yield Problem("train.sample_prompts", "synthetic text has no tokenizer; remove it, or use another data.path")
+    if any(not prompt.strip() for prompt in train.sample_prompts):
+        yield Problem("train.sample_prompts", "an empty prompt given; at least one word is required")
+    if train.sample_tokens != 48 and not train.sample_prompts:
+        yield Problem("train.sample_tokens", "unused without train.sample_prompts; remove it")
 
 
 def _turn_problems(data: Data) -> Iterator[Problem]:
@@ -149,7 +168,11 @@ def _eval_problems(data: Data, train: Train) -> Iterator[Problem]:
     if held_out and not train.eval_every:
         key = "data.eval_path" if data.eval_path is not None else "data.eval_fraction"
         yield Problem(key, "unused while train.eval_every is 0; set it, or remove this key")
-    for key, given in (("eval_samples", train.eval_samples), ("patience", train.patience)):
+    for key, given in (
+        ("eval_samples", train.eval_samples),
+        ("patience", train.patience),
+        ("sample_prompts", train.sample_prompts or None),
+    ):
         if given is not None and not train.eval_every:
             yield Problem(f"train.{key}", "unused while train.eval_every is 0; set it, or remove this key")
     if data.eval_fraction > 0 and data.path == "synthetic" and data.format == "text":

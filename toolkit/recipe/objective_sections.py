@@ -16,6 +16,8 @@ _DEFAULTS = {
     "dpo": (0.1, 0.0), "ipo": (0.1, 0.0), "kto": (0.1, 0.0), "orpo": (0.1, 1.0), "simpo": (2.0, 0.0), "cpo": (0.1, 1.0)
 }  # fmt: skip
 """Objective that compares answers by their probabilities → (beta, sft_weight)."""
+TWICE = ("kto", "contrastive")
+"""Objectives that look at the whole global batch, without gradients, before they train on it."""
 SCORED = ("reward", "rank")
 """Objectives that train a head with a single output, which scores a text."""
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -109,6 +111,9 @@ class Distill:
     top_k: int = number(32, least=1)
     """Likeliest tokens of the teacher that are kept per position; all others count as one. They take 8 bytes each in
     `data.cache`."""
+    predictions: Literal["cached", "live"] = "cached"
+    """When the teacher predicts: `cached` before training, once, and keeps the result in `data.cache`; `live` in every
+    step, beside the student and in shards as the student's. Both give the same losses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +165,9 @@ def objective_problems(objective: Objective | None, given: Mapping[str, Any], da
 
 
 def reference_problems(objective: Objective | None, reference: str | None) -> Iterator[Problem]:
-    """A reference that nothing reads, or that can't be had."""
+    """A reference that nothing reads."""
     if reference is not None and objective not in COMPARED:
         yield Problem("train.reference", f"unused: only {', '.join(COMPARED)} compare with a reference; remove it")
-    elif reference == "live":
-        what = "live given; this version keeps no second model, and cached gives the same losses in less memory"
-        yield Problem("train.reference", f"{what}; use cached")
 
 
 _USED = {

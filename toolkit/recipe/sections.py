@@ -113,11 +113,15 @@ class Train:
     label_smoothing: float = number(0.0, least=0, most=0.5)
     """Share of every label that is spread evenly over the vocabulary or the classes; evaluations report plain
     cross-entropy."""
+    neftune_alpha: float | None = number(None, above=0)
+    """NEFTune: uniform noise on the embeddings of training samples, of size alpha / √(tokens · hidden size); 5 to 15
+    are usual. The noise follows from seed, step and sample, so no split changes it. Default: none."""
     preference: Preference | None = None
     """Settings of objectives that learn from better and worse answers."""
     reference: Literal["cached", "live"] | None = None
     """Where `dpo`, `ipo` and `kto` get the reference's log-probabilities: `cached`, the default, computes them once
-    before training; `live`, which would keep a second model, is refused by this version."""
+    before training; `live` computes them in every step, with a copy of the first weights (of adapters only, under
+    LoRA). Both give the same losses."""
     rank: Rank | None = None
     """Settings of the objective `rank`."""
     contrastive: Contrastive | None = None
@@ -187,6 +191,11 @@ class Train:
     """Stop the run after this many evaluations in a row without a better loss; default: never."""
     eval_samples: int | None = number(None, least=1)
     """Maximum number of held-out samples per evaluation; default: all."""
+    sample_prompts: tuple[str, ...] = ()
+    """Prompts that every evaluation continues with the likeliest tokens; the texts are in the log, eval.jsonl, W&B and
+    the report."""
+    sample_tokens: int = number(48, least=1)
+    """Tokens that are generated for each of `sample_prompts`."""
     hang_timeout_seconds: float = number(600.0, above=0)
     """Abort the run if no rank makes progress for this long, and report the rank that the others wait for."""
     on_oom: Literal["stop", "replan"] = "stop"
@@ -195,6 +204,11 @@ class Train:
     """On a loss spike (see `spike_factor`): `rewind` restores the last checkpoint and skips the batches since then."""
     spike_factor: float = number(3.0, above=1)
     """A loss this many times the median of the last 20 steps is a spike; used with `on_spike: rewind`."""
+
+    @property
+    def has_live_teacher(self) -> bool:
+        """Whether a teacher predicts in every step."""
+        return self.distill is not None and self.distill.predictions == "live"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,6 +324,9 @@ class Checkpoint:
     """Steps between two checkpoints; 0: never."""
     keep: int = number(3, least=1)
     """Number of newest checkpoints to keep."""
+    keep_best: int = number(1, least=1)
+    """Number of checkpoints to keep besides these: those with the lowest losses of an evaluation (`train.eval_every`);
+    `toolkit export --best N` exports them."""
     resume: str = "auto"
     """`auto`: resume from the newest checkpoint of the run directory; `none`: start afresh; or a checkpoint path."""
     asynchronous: bool = False

@@ -221,12 +221,16 @@ def _number(value: Any) -> float:
     return value
 
 
-def best(given: Path) -> Path:
-    """The checkpoint of a run directory with the lowest loss of an evaluation; `BadInput` if none is marked."""
+def best(given: Path, place: int = 1) -> Path:
+    """The checkpoint of a run directory with the lowest loss of an evaluation, or the one at another place among the
+    best; `BadInput` if none is marked."""
     for root in (RunDir(given).checkpoints, given):
-        step = store.best(root)
-        if step is not None:
-            return store.path_of(root, step)
+        found = store.all_best(root)
+        if len(found) >= place:
+            return store.path_of(root, found[place - 1])
+        if found:
+            what = f"{place} given; {len(found)} are kept (checkpoint.keep_best), so 1 to {len(found)} can be exported"
+            raise BadInput("--best", what)
     raise BadInput(str(given), "no checkpoint is marked as the best; give a run with train.eval_every and checkpoints")
 
 

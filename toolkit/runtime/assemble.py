@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from toolkit.launching.stop_signals import StopRequest
 from toolkit.plans.noise_scale import NoiseScale
+from toolkit.plans.plan import Plan
 from toolkit.recipe.objective_sections import Contrastive
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Recipe
@@ -38,6 +39,7 @@ from toolkit.runtime.distributed.rank_zero_first import AllRanks
 from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.engine.weight_average import evaluated_weights
 from toolkit.runtime.evaluate import Evaluator, Measures
+from toolkit.runtime.generate_text import make_sampler
 from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import meeting_steps
 from toolkit.runtime.loop import AsyncRounds, Loop, Position, RemainingSteps, StepSource
@@ -50,13 +52,14 @@ from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.objectives.contrastive_loss import RetrievalMeasures
+from toolkit.runtime.objectives.score_loss import RankMeasures
 from toolkit.runtime.observer import Observer
 from toolkit.runtime.reference import ReferencePass, with_reference
 from toolkit.runtime.sinks.build import Recorder, load_own, make_sinks, sink_info
 from toolkit.runtime.sinks.local_files import keep_until
 from toolkit.runtime.spike_rewind import Rewind, SpikeHook
 from toolkit.runtime.summary import Averages
-from toolkit.runtime.teacher import with_teacher
+from toolkit.runtime.teacher import informed, make_teacher
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,9 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     order = dataset.order(recipe, plan.global_batch)
     say = _speaker(world, context.console)
     tell = _console_say(recipe, say) if world.rank == 0 else print
-    dataset = with_teacher(dataset, recipe, world, partial(context.heartbeat.move, phase="asking the teacher"), tell)
+    teacher = make_teacher(recipe, world, partial(context.heartbeat.move, phase="asking the teacher"), tell)
+    if teacher is not None and not teacher.is_live:
+        dataset = teacher.over(dataset)
     last_step = num_steps(recipe, order)
     clock: Clock = make_clock() if recipe.metrics.detail_every else NoClock()
     comm = comm_timer.install(clock, plan.tp * plan.token_parts)
@@ -184,8 +189,8 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
     )
     member = context.membership
     async_island = None if member is None else build_async_island(engine_spec, world, member)
-    engine = async_island or build_engine(engine_spec, world)
-    share = Share(replica=engine.replica, replicas=plan.dp * plan.islands, micro_batch=plan.micro_batch)
+    engine = async_island or informed(build_engine(engine_spec, world), engine_spec, world, dataset, teacher)
+    share = _share(recipe, plan, engine)
     dataset = with_reference(
         dataset,
         recipe,
@@ -218,6 +223,13 @@ def _build(spec: RunSpec, run: RunDir, world: World, context: RankContext) -> _P
         share=share,
         say=say,
     )
+
+
+def _share(recipe: Recipe, plan: Plan, engine: Engine) -> Share:
+    """The part of every global batch that this rank computes."""
+    seed = recipe.train.seed if recipe.train.neftune_alpha else None
+    replicas = plan.dp * plan.islands
+    return Share(replica=engine.replica, replicas=replicas, micro_batch=plan.micro_batch, noise_seed=seed)
 
 
 def _position(
@@ -293,6 +305,7 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
         log=recorder.evaluated,
         measures=_measures(parts),
         weights=evaluated_weights(recipe.train, parts.engine.state),
+        sample=make_sampler(recipe, parts.engine, parts.dataset.tokenizer),
     )
     evaluator.resume_at(parts.position.step)
     return evaluator
@@ -301,6 +314,8 @@ def _evaluator(parts: _Parts, recorder: Recorder) -> Evaluator | None:
 def _measures(parts: _Parts) -> Measures | None:
     """What an evaluation measures besides loss and accuracy."""
     train = parts.recipe.train
+    if train.objective == "rank":
+        return RankMeasures(parts.engine.loss)
     if train.objective != "contrastive":
         return None
     return RetrievalMeasures(parts.engine.loss, train.contrastive or Contrastive())
@@ -322,6 +337,7 @@ def _hooks(parts: _Parts, saver: Saver, evaluator: Evaluator | None) -> Iterator
             last_step=parts.last_step,
             saves=recipe.checkpoint.every > 0,
             patience=recipe.train.patience,
+            keep_best=recipe.checkpoint.keep_best,
         )
     yield HeartbeatHook(heartbeat)
     shared: dict[str, Any] = {"saver": saver, "heartbeat": heartbeat, "comm": parts.comm, "last_step": parts.last_step}

@@ -113,7 +113,7 @@ class NonFiniteHook:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateHook:
-    """Evaluates every `every` steps and after the last; the best checkpoint is kept."""
+    """Evaluates every `every` steps and after the last; the best checkpoints are kept."""
 
     evaluator: Evaluator
     saver: Saver
@@ -122,6 +122,8 @@ class EvaluateHook:
     last_step: int
     saves: bool
     """Whether the run saves checkpoints at all."""
+    keep_best: int = 1
+    """How many of the best checkpoints are kept."""
     patience: int | None = None
     """Evaluations in a row without a better loss after which the run stops; None: never."""
 
@@ -134,10 +136,10 @@ class EvaluateHook:
         with part(self.comm.clock, "evaluate"):
             better = self.evaluator.run(step.number)
         self.comm.take()  # its collectives do not belong to the next step
-        if better and self.saves:
+        if self.saves and (better or self.evaluator.is_among(self.keep_best)):
             self.saver.save(step.number)
             if self.evaluator.writes:
-                store.mark_best(self.saver.root, step.number, float(self.evaluator.last["loss"]))
+                store.mark_best(self.saver.root, step.number, float(self.evaluator.last["loss"]), self.keep_best)
         if self.patience is not None and self.evaluator.stale >= self.patience and step.number < self.last_step:
             if self.saves:
                 self.saver.save(step.number)

@@ -54,6 +54,7 @@ from toolkit.runtime.models.build import (
     skeleton,
     unadapted,
 )
+from toolkit.runtime.models.embedder import add_noise
 from toolkit.runtime.models.first_weights import ADAPTED, Weights
 from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
@@ -112,6 +113,7 @@ def build_async_island(spec: EngineSpec, world: World, membership: Membership) -
     """The engine of one island of asynchronous local SGD."""
     mesh = _mesh(spec, world)
     model = _full_model(spec)
+    _make_noisy(model, spec)
     parts = ReplicaParts(loss=_objective(spec, _loss_in_head(spec, model), mesh), routers=_routers(spec, model, mesh))
     inner = ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
     return AsyncIslandEngine(inner, mesh, spec.train.outer or Outer(), membership, spec.schedule.steps)
@@ -147,6 +149,7 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
 def _replica(spec: EngineSpec, mesh: Mesh) -> Engine:
     sharded = spec.plan.zero_stage == 3 and spec.plan.islands == 1 and can_start_in_place(spec.model)
     model = _sharded_model(spec) if sharded else _full_model(spec)
+    _make_noisy(model, spec)
     compiled_layers.install(model, spec.model)
     loss = _objective(spec, _loss_in_head(spec, model), mesh)
     if spec.plan.islands > 1:
@@ -186,6 +189,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     loss = _objective(spec, tokens, mesh)
     _fill_own(model, spec, weights)
     _send_to_experts(model, experts, mesh)
+    _make_noisy(model, spec)
     if group:
         sum_partial_gradients(model, group)
     recompute_layers(model, spec.plan.recompute, keeps_last=spec.plan.zero_stage == 3)
@@ -214,9 +218,16 @@ def _fill_own(
     return filled
 
 
+def _make_noisy(model: Any, spec: EngineSpec) -> None:
+    """Let the embeddings of training samples get noise, if the recipe asks for it."""
+    if spec.train.neftune_alpha:
+        add_noise(model.get_input_embeddings(), spec.train.neftune_alpha)
+
+
 def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
     """DeepSpeed's AutoTP shards the full model when the engine is made, and makes the process groups itself."""
     model = _full_model(spec)
+    _make_noisy(model, spec)
     seed_rank(spec.train.seed, mesh)
     parts = ReplicaParts(loss=_objective(spec, summed_loss, mesh))
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
@@ -261,6 +272,8 @@ def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup |
     stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss, mesh))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
     _send_to_experts(model, experts, mesh)
+    if index == 0:
+        _make_noisy(model, spec)
     if spec.plan.chunks * spec.plan.token_parts == 1:  # else loads are not counted: passes take turns, rows are cut
         stage.routers = _routers(spec, model, mesh, table)
     return stage

@@ -56,10 +56,14 @@ class Evaluator:
     """What the objective measures besides the loss."""
     weights: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context with the weights that are evaluated: the last ones, or their average."""
+    sample: Callable[[], list[dict[str, str]]] | None = None
+    """Prompts with the texts that the model generates for them; None: none are wanted. Collective."""
     last: dict[str, Any] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0
     """Evaluations since the best one."""
+    losses: list[float] = field(default_factory=list)
+    """Of all evaluations."""
 
     def resume_at(self, step: int) -> None:
         """Read what was recorded up to a step, and forget what came after it. Collective."""
@@ -69,6 +73,7 @@ class Evaluator:
         self.last = found[-1] if found else {}
         self.best = min(found, key=lambda record: float(record["loss"])) if found else {}
         self.stale = len(found) - 1 - found.index(self.best) if found else 0
+        self.losses = [float(record["loss"]) for record in found]
 
     def run(self, step: int) -> bool:
         """Evaluate and record; whether it is the best so far."""
@@ -77,12 +82,16 @@ class Evaluator:
             self.measures.begin()
         with self.weights():
             sums = self._sums()
+            texts = self.sample() if self.sample is not None else []
         loss = sums.loss / max(sums.counted, 1)
         record: dict[str, Any] = {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         record["accuracy"] = sums.correct / max(sums.counted, 1)
         if self.measures is not None:
             record |= self.measures.finish()
         record |= {"tokens": sums.counted, "seconds": time.perf_counter() - started}
+        if texts:
+            record["samples"] = texts
+        self.losses.append(loss)
         better = not self.best or loss < self.best["loss"]
         self.last, self.best = record, record if better else self.best
         self.stale = 0 if better else self.stale + 1
@@ -91,7 +100,13 @@ class Evaluator:
                 file.write(json.dumps(record) + "\n")
         self.log(record)
         self.say(self._words(record, better))
+        for text in texts:
+            self.say(f"  {text['prompt']} → {text['text']}")
         return better
+
+    def is_among(self, best: int) -> bool:
+        """Whether the last evaluation is among the best so many."""
+        return sum(loss < self.losses[-1] for loss in self.losses[:-1]) < best
 
     def _sums(self) -> EvaluationSums:
         count = min(len(self.samples), self.most or len(self.samples))
@@ -109,5 +124,7 @@ class Evaluator:
             measure = f"accuracy {record['accuracy']:.1%}"
         if "recall@10" in record:
             measure = f"recall@10 {record['recall@10']:.1%} · MRR {record['mrr']:.3f}"
+        if "ndcg" in record:
+            measure = f"accuracy {record['accuracy']:.1%} · nDCG {record['ndcg']:.3f}"
         best = "the best so far" if better else f"best {self.best['loss']:.4f} at step {self.best['step']}"
         return f"evaluation at step {record['step']}: loss {record['loss']:.4f} · {measure} · {best}"

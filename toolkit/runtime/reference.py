@@ -1,8 +1,9 @@
-"""Log-probabilities of preference data under the reference: one pass before training, under the run's own strategy.
+"""Log-probabilities of preference data under the reference, under the run's own strategy.
 
 The reference is the model before training; fresh adapters change nothing, so with LoRA it is the model without them.
-The result is kept in the data cache, under a digest of model and documents, and an interrupted pass resumes there. So
-the reference needs no second model while training.
+`cached`: one pass before training; the result is kept in the data cache, under a digest of model and documents, and an
+interrupted pass resumes there. So the reference needs no second model while training. `live`: a forward pass before
+every step, in which the engine computes with a copy of the first weights.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,20 @@ from toolkit.errors import BadInput
 from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import COMPARED
 from toolkit.recipe.sections import Recipe
+from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.data.prefetch import Share, global_batch
 from toolkit.runtime.data.sample_order import PAST_END, own_share
 from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
-from toolkit.runtime.engine.protocol import Engine
+from toolkit.runtime.engine.protocol import Engine, EvaluationSums, Predicts, StepResult
+from toolkit.runtime.engine.training_state import DeepSpeedState
+from toolkit.runtime.engine.weight_average import FirstWeights
+from toolkit.runtime.metrics.step_clock import Clock
 from toolkit.runtime.models.build import load_config
 from toolkit.runtime.models.first_weights import checkpoint_files
+from toolkit.runtime.models.loss import Loss
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.objectives.preference_loss import PreferenceLoss, UnpairedLoss
 
 SAVE_SECONDS = 20.0
@@ -111,9 +118,70 @@ class ReferencePass:
         return result
 
 
+Inform = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
+"""Adds to a replica's micro-batches what their loss compares the model with. Collective."""
+
+
+@dataclass(frozen=True)
+class InformedEngine:
+    """`Engine` whose micro-batches get, before every step and evaluation, what their loss compares the model with."""
+
+    inner: Engine
+    inform: Inform
+
+    @property
+    def replica(self) -> int:
+        return self.inner.replica
+
+    @property
+    def loss(self) -> Loss:
+        return self.inner.loss
+
+    @property
+    def state(self) -> Stateful:
+        return self.inner.state
+
+    def step(self, batch: Sequence[MicroBatch]) -> StepResult:
+        return self.inner.step(self.inform(batch))
+
+    def look(self, batch: Sequence[MicroBatch]) -> None:
+        self.inner.look(batch)
+
+    def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
+        return self.inner.evaluate(self.inform(batch))
+
+    def watch(self, clock: Clock) -> None:
+        self.inner.watch(clock)
+
+    def predict(self, micro: MicroBatch) -> torch.Tensor:
+        """The likeliest token after each token of a micro-batch. Collective."""
+        assert isinstance(self.inner, Predicts), "this engine predicts no tokens"
+        return self.inner.predict(micro)
+
+
+def with_live_reference(engine: Engine) -> InformedEngine:
+    """An engine that computes the reference in every step; call it before a checkpoint changes the weights."""
+    state = engine.state
+    assert isinstance(state, DeepSpeedState), "islands have no reference"
+    first = FirstWeights(state)
+
+    def inform(batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        loss = engine.loss
+        assert isinstance(loss, PreferenceLoss | UnpairedLoss)
+        loss.recorded = []
+        with first.in_use():
+            engine.look(batch)
+        found, loss.recorded = loss.recorded, None
+        if not found:  # an earlier stage of a pipeline: the last one has the loss
+            return batch
+        return [replace(micro, reference=logps) for micro, logps in zip(batch, found, strict=True)]
+
+    return InformedEngine(engine, inform)
+
+
 def with_reference(dataset: Dataset, recipe: Recipe, make: Callable[[Path, str], ReferencePass]) -> Dataset:
-    """The data with what its objective compares the model with, if it does."""
-    if recipe.train.objective not in COMPARED:
+    """The data with what its objective compares the model with, if it does and the reference is not live."""
+    if recipe.train.objective not in COMPARED or recipe.train.reference == "live":
         return dataset
     return make(Path(recipe.data.cache).expanduser(), digest_of_model(recipe.model, recipe.train.seed)).over(dataset)
 

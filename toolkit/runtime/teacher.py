@@ -1,4 +1,5 @@
-"""What distillation learns from: a pass of the teacher over the data, before training, kept in the data cache.
+"""What distillation learns from: a pass of the teacher over the data, before training, kept in the data cache; or a
+teacher that predicts in every step.
 
 Kept are the teacher's likeliest tokens at each position, in parts of a few rows. A part is named after the model, the
 settings and its tokens, so an interrupted pass resumes, and other data or another order does not mix with it.
@@ -9,28 +10,45 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
 from safetensors import SafetensorError, safe_open
 
 from toolkit.errors import BadInput
+from toolkit.plans.plan import Plan
 from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Distill
 from toolkit.recipe.sections import Recipe
+from toolkit.runtime.build_engine import EngineSpec, tensor_group
 from toolkit.runtime.corpus.tokenizer import Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset
 from toolkit.runtime.data.samples import Samples
+from toolkit.runtime.distributed import rng
+from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World, all_max, all_sum, device, host_group
+from toolkit.runtime.engine.protocol import Engine
 from toolkit.runtime.models.attention import forward
-from toolkit.runtime.models.build import DTYPES, build_in_place, load_config
+from toolkit.runtime.models.build import DTYPES, build_in_place, can_start_in_place, fill, load_config, open_skeleton
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.objectives.distill_loss import outcomes
-from toolkit.runtime.reference import digest_of_model, tensors_digest, write_tensors
+from toolkit.runtime.reference import (
+    Inform,
+    InformedEngine,
+    digest_of_model,
+    tensors_digest,
+    with_live_reference,
+    write_tensors,
+)
+from toolkit.runtime.sharding.shard_model import shard
 
 PART_ROWS = 32
 """Rows of one file."""
@@ -102,6 +120,11 @@ class TeacherPass:
     say: Callable[[str], object]
     group: Any = field(default_factory=host_group)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it predicts in every step, instead of before training."""
+        return self.settings.predictions == "live"
+
     def over(self, dataset: Dataset) -> Dataset:
         """The data with what the teacher predicts."""
         assert dataset.tokenizer is not None
@@ -155,6 +178,29 @@ class TeacherPass:
         model: torch.nn.Module = build_in_place(section, SEED, dtype, str(device()))
         return model.eval()
 
+    def live(self, tokenizer: Tokenizer, make: Callable[[Model, int], torch.nn.Module]) -> Inform:
+        """Adds the teacher's predictions to micro-batches as they come. `make`: the teacher of a section and a seed."""
+        teacher = self._section()
+        vocabulary = shared_vocabulary(self.recipe.model, teacher, tokenizer)
+        model = make(teacher, SEED)
+
+        def inform(batch: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+            return [self._taught(model, micro, vocabulary) for micro in batch]
+
+        return inform
+
+    @torch.no_grad()
+    def _taught(self, model: torch.nn.Module, micro: MicroBatch, vocabulary: int) -> MicroBatch:
+        logits = forward(model, micro.located().to(device())).logits[..., :vocabulary]
+        ids, logps = self._predictions(logits, vocabulary)
+        return replace(micro, teacher_ids=ids, teacher_logps=logps)
+
+    def _predictions(self, logits: torch.Tensor, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens at each position, and the log-probabilities of them and of all others together."""
+        wide = logits.float() / self.settings.temperature
+        top = wide.topk(self._kept(vocabulary), -1).indices
+        return top.int(), outcomes(wide, top)
+
     def _compute(self, model: torch.nn.Module, rows: MicroBatch, path: Path, vocabulary: int) -> None:
         """One part: each rank computes some of its rows, and every host writes all of them."""
         kept, count = self._kept(vocabulary), len(rows.labels)
@@ -165,9 +211,8 @@ class TeacherPass:
             one = rows.map(lambda tensor, row=row: tensor[row : row + 1])  # type: ignore[misc]
             with torch.no_grad():
                 logits = forward(model, replace(one, documents=None).located().to(device())).logits[0, :, :vocabulary]
-            wide = logits.float() / self.settings.temperature
-            top = wide.topk(kept, -1).indices
-            ids[row], logps[row] = top.int().cpu(), outcomes(wide, top).cpu()
+            found = self._predictions(logits, vocabulary)
+            ids[row], logps[row] = found[0].cpu(), found[1].cpu()
         ids, logps = all_sum(ids, self.group), all_sum(logps, self.group)
         if self.world.local_rank == 0:
             write_tensors(path, {IDS: ids.numpy(), LOGPS: logps.numpy()})
@@ -217,11 +262,47 @@ def _tokenizer_of(section: Model) -> Iterator[Tokenizer]:
             yield load_tokenizer(None, section.path)
 
 
-def with_teacher(
-    dataset: Dataset, recipe: Recipe, world: World, tick: Callable[[], object], say: Callable[[str], object]
-) -> Dataset:
-    """The data with what its objective learns from, if it has a teacher. Collective."""
+def make_teacher(
+    recipe: Recipe, world: World, tick: Callable[[], object], say: Callable[[str], object]
+) -> TeacherPass | None:
+    """The teacher of a recipe, if its objective has one."""
     settings = recipe.train.distill
     if recipe.train.objective != "distill" or settings is None:
-        return dataset
-    return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say).over(dataset)
+        return None
+    return TeacherPass(recipe=recipe, settings=settings, world=world, tick=tick, say=say)
+
+
+def build_teacher(section: Model, seed: int, plan: Plan, config: Mapping[str, Any], world: World) -> torch.nn.Module:
+    """A second model for forward passes beside the engine: in tensor shards, in ZeRO 3 shards, or complete, as the
+    plan has the first; without pipeline stages. Random generators stay as they are. Collective."""
+    assert plan.pp == 1, "a teacher has no stages"
+    generators = rng.capture()
+    dtype = DTYPES[plan.precision]
+    model: Any
+    if plan.tp > 1:
+        model, weights = open_skeleton(section, seed)
+        shard(model, tensor_group(Mesh(plan, world.rank, world.size, world.local_size)), sliced_logits=False)
+        name = get_accelerator().current_device_name()
+        fill(model, weights, place=lambda own: own.to(device=name, dtype=dtype))
+        weights.fill_buffers(model)
+    elif plan.zero_stage == 3 and plan.dp > 1 and can_start_in_place(section):
+        model = sharded_model(section, seed, config, dtype)
+        forward_only = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        model, *_ = deepspeed.initialize(model=model, config=forward_only)
+    else:
+        model = build_in_place(section, seed, dtype, get_accelerator().current_device_name())
+    rng.restore(generators)
+    model.requires_grad_(False)
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def informed(engine: Engine, spec: EngineSpec, world: World, dataset: Dataset, teacher: TeacherPass | None) -> Engine:
+    """The engine, with a reference or a teacher beside it if the recipe asks for a live one."""
+    if spec.train.reference == "live":
+        return with_live_reference(engine)
+    if teacher is None or not teacher.is_live:
+        return engine
+    assert dataset.tokenizer is not None
+    make = partial(build_teacher, plan=spec.plan, config=spec.deepspeed, world=world)
+    return InformedEngine(engine, teacher.live(dataset.tokenizer, make))

@@ -230,7 +230,7 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,
         "the task seq2seq (model.task)": recipe.model.task == "seq2seq",
-        "what a teacher predicts (train.objective)": recipe.train.objective == "distill",
+        "a live teacher (train.distill.predictions)": recipe.train.has_live_teacher,
     }
     for name, is_used in unfakeable.items():
         if is_used:

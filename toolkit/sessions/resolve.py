@@ -11,9 +11,10 @@ import yaml
 
 import strategies
 from toolkit.cost.execution import of_plan
-from toolkit.cost.timing import hardware_flops, model_flops
+from toolkit.cost.timing import forward_time, hardware_flops, model_flops, teacher_pass_time
 from toolkit.errors import BadInput, NoPlanFits, Problem
 from toolkit.launching.launchers import accelerate_config
+from toolkit.models.spec import read_model_config
 from toolkit.planner import search
 from toolkit.planner.explain import caveats
 from toolkit.planner.recipe_rules import keepable
@@ -23,6 +24,8 @@ from toolkit.plans.job import make_job, raw_config
 from toolkit.plans.plan import Job
 from toolkit.plans.split_verdicts import Axes, Proofs, judged
 from toolkit.plans.token_shares import why_whole
+from toolkit.recipe.model_section import Model
+from toolkit.recipe.objective_sections import COMPARED
 from toolkit.recipe.schema import nearest
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir import layout
@@ -188,18 +191,48 @@ def plan_notes(resolved: Resolved) -> list[str]:
     apart = chosen is not None and chosen.plan.islands > 1
     early = [TOO_EARLY] if chosen and apart and fresh and chosen.plan.local_steps > EARLY_STEPS else []
     adapts = [ADAPTS] if apart and resolved.job.workload.exchange.adapts else []
-    details = (*_update_rules(resolved), *_objective_notes(resolved.recipe), *_whole_residuals(resolved))
+    details = (*_update_rules(resolved), *_objective_notes(resolved), *_whole_residuals(resolved))
     return [*([gain] if gain else []), *early, *adapts, *about, *details]
 
 
-def _objective_notes(recipe: Recipe) -> Iterator[str]:
+def _objective_notes(resolved: Resolved) -> Iterator[str]:
     """Say what an objective or frozen weights change that neither the recipe nor the prediction shows."""
+    recipe = resolved.recipe
     if recipe.train.objective == "contrastive":
         yield "contrastive computes embeddings twice, and both must agree: the model's dropout is off"
-    if recipe.train.objective in ("contrastive", "kto"):
-        yield f"{recipe.train.objective} has a first pass without gradients, which the predicted step time leaves out"
+    yield from _first_pass(resolved)
     if recipe.model.freeze:
         yield "model.freeze: frozen weights are predicted as if they were trained; a step needs less memory and time"
+
+
+def _first_pass(resolved: Resolved) -> Iterator[str]:
+    """Say what a pass over the data takes that comes before the first step, or what a live model adds to each step."""
+    train, job, chosen = resolved.recipe.train, resolved.job, resolved.decision.chosen
+    if chosen is None or train.objective not in (*COMPARED, "distill"):
+        return
+    if train.reference == "live":
+        of = "the adapters" if resolved.recipe.model.lora else "the weights"
+        each = forward_time(chosen.plan, job).total
+        yield f"the live reference keeps a copy of {of}, and adds {each:.3g} s to every step; cached adds none"
+    elif train.has_live_teacher:
+        assert job.workload.teacher is not None
+        yield f"the live teacher keeps {job.workload.teacher.params / 1e9:.3g}B parameters beside the student's"
+    elif train.distill is None:
+        yield _before("the reference", forward_time(chosen.plan, job).total, train.steps)
+    else:
+        teacher = read_model_config(raw_config(Model(path=train.distill.teacher, config=train.distill.teacher_config)))
+        yield _before(
+            "the teacher, complete on each rank,", teacher_pass_time(chosen.plan, job, teacher).total, train.steps
+        )
+
+
+def _before(who: str, each: float, steps: int | None) -> str:
+    """What a pass before training takes; each sample is computed once, so more steps than the data has cost nothing."""
+    most = f", at most {each * steps / 60:.3g} minutes" if steps else ""
+    return (
+        f"before the first step {who} computes every sample once: {each:.3g} s per global batch{most}; a second run on "
+        "the same data does not repeat it"
+    )
 
 
 def _update_rules(resolved: Resolved) -> Iterator[str]:

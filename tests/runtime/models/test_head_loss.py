@@ -81,6 +81,29 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert hidden.grad is not None
 
 
+def test_logits_of_prompts_are_left_out_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels, _, tensors = case(torch.float64, bias=True)
+    labels[0, : labels.shape[1] // 2] = IGNORE
+    made: list[int] = []
+    whole = HeadLoss._whole
+
+    def counting(self: HeadLoss, rows: torch.Tensor, *rest: Any) -> Any:
+        made.append(len(rows))
+        return whole(self, rows, *rest)
+
+    monkeypatch.setattr(HeadLoss, "_whole", counting)
+    results = []
+    for share in (head_loss.WORTH_SKIPPING, 0.0):
+        monkeypatch.setattr(head_loss, "WORTH_SKIPPING", share)
+        loss = HeadLoss(Transform(cap=5.0))
+        loss.smoothing = 0.1
+        total = loss(by_head(tensors, labels, loss), labels)
+        results.append([total.detach(), *torch.autograd.grad(total, tensors)])
+    assert made == [int((labels != IGNORE).sum()), labels.numel()]
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def test_no_counted_token_is_a_loss_of_zero() -> None:
     labels, _, tensors = case(torch.float32, bias=False)
     loss = HeadLoss(Transform())

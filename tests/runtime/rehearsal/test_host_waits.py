@@ -18,6 +18,7 @@ PLANS = {
     "zero 3": ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain"),
     "tensor": ("strategy.name=tensor_parallel", "strategy.tp=2"),
     "pipeline": ("strategy.name=pipeline", "strategy.pp=2"),
+    "islands": ("strategy={name: local_sgd, islands: 2, local_steps: 1, micro_batch: 1, zero_stage: 1}",),
 }
 STEPS = 4
 """DeepSpeed's throughput timer, where it is on, begins to wait in the third step."""
@@ -29,7 +30,11 @@ def test_the_host_waits_once_per_step(recipe_mapping: dict[str, Any], tmp_path: 
     recipe_mapping["strategy"] = {"micro_batch": 1, "offload": "none"}
     recipe_mapping["train"]["global_batch"] = 4
     recipe_mapping["cluster"] = {"device": "H100-SXM5-80GB", "nodes": 1, "devices_per_node": 2}
-    for name, roles in rehearse_all(recipe_mapping, PLANS, tmp_path, STEPS).items():
+    found = rehearse_all(recipe_mapping, PLANS, tmp_path, STEPS)
+    [island] = found.pop("islands")
+    exchanged = [each for each in island.step.collectives if each.ranks == (0, 1) and each.numel > 1]
+    assert [each.kind for each in exchanged] == ["allreduce"], "islands exchange once per step, and their loss"
+    for name, roles in found.items():
         for role in roles:
             sites = role.step.host_syncs
             assert sum(sites.values()) == 1, (name, role.rank, role.optimizer, sites)

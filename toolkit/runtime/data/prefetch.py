@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from deepspeed.accelerator import get_accelerator
 
-from toolkit.runtime.data.sample_order import SampleOrder
+from toolkit.runtime.data.sample_order import SampleOrder, own_share
 from toolkit.runtime.data.samples import Samples, micro_batches
+from toolkit.runtime.models.embedder import row_salts
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 AHEAD = 2
@@ -25,16 +26,19 @@ class Share:
     replica: int
     replicas: int
     micro_batch: int
+    noise_seed: int | None = None
+    """Seed of the noise on embeddings; None: no noise."""
 
 
 Made = tuple[np.ndarray, list[MicroBatch]]
 """(sample ids of a global batch, this replica's micro-batches)."""
 
 
-def global_batch(samples: Samples, ids: np.ndarray, share: Share) -> list[MicroBatch]:
+def global_batch(samples: Samples, ids: np.ndarray, share: Share, step: int | None = None) -> list[MicroBatch]:
     """This replica's micro-batches of a global batch, in pinned memory if there is an accelerator.
 
-    Document bounds are found here, on the host, so that the engine never reads them from a device.
+    Document bounds are found here, on the host, so that the engine never reads them from a device. `step`: the step
+    that trains on them, whose noise they get; None if none does.
     """
     accelerator = get_accelerator()
     made = [
@@ -43,6 +47,10 @@ def global_batch(samples: Samples, ids: np.ndarray, share: Share) -> list[MicroB
             samples, ids, replica=share.replica, replicas=share.replicas, micro_batch=share.micro_batch
         )
     ]
+    if share.noise_seed is not None and step is not None:
+        salts = row_salts(share.noise_seed, step, own_share(ids, replica=share.replica, replicas=share.replicas))
+        size = share.micro_batch
+        made = [replace(micro, noise=salts[n * size : (n + 1) * size]) for n, micro in enumerate(made)]
     if accelerator.device_name() == "cpu":
         return made
     return [micro.map(accelerator.pin_memory) for micro in made]
@@ -65,7 +73,7 @@ def prefetched(samples: Samples, order: SampleOrder, share: Share, steps: range)
         try:
             for step in steps:
                 ids = order.step(step)
-                put((ids, global_batch(samples, ids, share)))
+                put((ids, global_batch(samples, ids, share, step)))
                 if done.is_set():
                     return
         except Exception as error:  # any error is raised in the main thread

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -37,6 +37,11 @@ class StepNumbers:
     ) -> None:
         self.figures = tuple(figures or ())
         """Names of further numbers, which the objective reports."""
+        self.loss = loss
+        """On the device: for what is computed before the host reads the numbers."""
+        self._others: dict[str, Any] = {
+            "grad_norm": grad_norm, "micro_square": micro_square, "figures": figures, "routers": routers,
+        }  # fmt: skip
         given = {"loss": loss, "grad_norm": grad_norm, "micro_square": micro_square, **(figures or {})}
         computed = {name: n for name, n in given.items() if isinstance(n, torch.Tensor) and n.device == loss.device}
         self._known = {name: n if n is None else float(n) for name, n in given.items() if name not in computed}
@@ -51,6 +56,10 @@ class StepNumbers:
             host.copy_(self._host, non_blocking=True)
             self._host, self._event = host, accelerator.Event()
             self._event.record()
+
+    def with_loss(self, loss: torch.Tensor) -> StepNumbers:
+        """The same numbers with another loss."""
+        return StepNumbers(loss=loss, **self._others)
 
     @cached_property
     def _read(self) -> dict[str, float | None]:
@@ -154,3 +163,11 @@ class Engine(Protocol):
 
     def watch(self, clock: Clock) -> None:
         """Report to this clock which part of a step is running, from now on."""
+
+
+@runtime_checkable
+class Predicts(Protocol):
+    """An engine whose forward pass runs the model in one call, on sequences of any length."""
+
+    def predict(self, micro: MicroBatch) -> torch.Tensor:
+        """The likeliest token after each token of a micro-batch, which is the same on every rank. Collective."""

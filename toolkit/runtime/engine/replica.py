@@ -23,7 +23,7 @@ from toolkit.runtime.engine.training_state import Copies, DeepSpeedState, expert
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, part
 from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch
 from toolkit.runtime.models.attention import forward
-from toolkit.runtime.models.loss import Loss, summed_loss
+from toolkit.runtime.models.loss import Loss, PredictsTokens, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import is_tensor_slice
 from toolkit.runtime.objectives.objective import figures_of, first_pass
@@ -197,6 +197,17 @@ class ReplicaEngine:
                 sums += torch.stack([value.double() for value in (loss, correct)])
         self._engine.train()
         return sums
+
+    def predict(self, micro: MicroBatch) -> torch.Tensor:
+        """The likeliest token after each token of a micro-batch, which is the same on every rank. Collective."""
+        assert isinstance(self._loss, PredictsTokens), "this loss predicts no tokens"
+        self._engine.eval()
+        with torch.no_grad():
+            own = micro.located().to(device())
+            self._loss.expect(own)
+            found = self._loss.likeliest(forward(self._engine, own).logits)
+        self._engine.train()
+        return found
 
     def _accumulate(self, micro_batches: int) -> None:
         """Set the number of micro-batches per step, which grows under a batch ramp.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -142,6 +143,24 @@ class DeepSpeedState:
             for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
                 for master, weight in zip(masters, weights, strict=True):
                     weight.data.copy_(master.data)
+
+    @contextmanager
+    def weights_replaced(self) -> Iterator[None]:
+        """Inside this context the tensors that hold the weights may be given other data; collective under ZeRO 3.
+
+        Gathered parameters are released before, and those that ZeRO 3 keeps gathered are gathered again afterwards.
+        """
+        optimizer = self._engine.optimizer
+        if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            yield
+            return
+        optimizer._partition_all_parameters()
+        yield
+        _gather_persistent(optimizer)
+
+    def buffers(self) -> list[torch.Tensor]:
+        """Persistent buffers of this rank's models."""
+        return [buffer for model in self._models for _, buffer in persistent_buffers(model)]
 
     def counters(self) -> dict[str, float]:
         engine = self._engine
@@ -279,6 +298,11 @@ def _refresh_stage3(optimizer: Any) -> None:
     optimizer._partition_all_parameters()
     for number in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    _gather_persistent(optimizer)
+
+
+def _gather_persistent(optimizer: Any) -> None:
+    """Gather the parameters that stay gathered, from shards that have changed; forget hpZ's second copy of them."""
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     optimizer.invalidate_secondary_tensor()

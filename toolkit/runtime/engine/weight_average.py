@@ -1,5 +1,7 @@
-"""A moving average of the weights: a state of the optimizer beside each of its tensors, so that it is sharded as they
-are, is in checkpoints of every strategy, and costs no communication."""
+"""Other weights than the last ones: a moving average of them, and a copy of the first.
+
+The average is a state of the optimizer beside each of its tensors, so that it is sharded as they are, is in checkpoints
+of every strategy, and costs no communication. The copy is what a live reference computes with."""
 
 from __future__ import annotations
 
@@ -68,3 +70,39 @@ def _exchange(held: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             kept = first[here].clone()
             first[here] = second[here]
             second[here] = kept
+
+
+class FirstWeights:
+    """This rank's part of the trained weights, as it was when this was made: sharded as the weights are.
+
+    What is not trained is not copied, so under LoRA the copy is that of the adapters.
+    """
+
+    def __init__(self, state: DeepSpeedState) -> None:
+        self._state = state
+        held = [_shard_of(parameter) for parameter in state.names if parameter.requires_grad]
+        held += [buffer for buffer in state.buffers() if buffer.is_floating_point()]  # router biases, for example
+        self._held = [(tensor, tensor.detach().clone()) for tensor in held]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Compute with the first weights inside this context; nothing is copied. Collective under ZeRO 3."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        with self._state.weights_replaced():
+            swapped = [tensor.data for tensor, _ in self._held]
+            for tensor, other in self._held:
+                tensor.data = other
+            self._held = [(tensor, last) for (tensor, _), last in zip(self._held, swapped, strict=True)]
+
+
+def _shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a parameter: under ZeRO 3 a shard, from which DeepSpeed gathers the parameter."""
+    shard: torch.Tensor = getattr(parameter, "ds_tensor", parameter)
+    return shard

@@ -19,8 +19,8 @@ from toolkit.plans.plan import Plan
 from toolkit.recipe.batch_sections import Outer
 from toolkit.runtime.checkpoint.fragments import Stateful
 from toolkit.runtime.distributed.mesh import Mesh
-from toolkit.runtime.distributed.process_group import device
-from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
+from toolkit.runtime.distributed.process_group import HostSum, all_max, device, host_group
+from toolkit.runtime.engine.protocol import EvaluationSums, StepResult
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.islands.checkpoint_state import IslandState
 from toolkit.runtime.islands.outer_step import LinkUse, OuterStep
@@ -52,6 +52,9 @@ class IslandEngine:
         self._exchange = OuterStep(inner.state, mesh, outer, exchange)
         self._state = IslandState(inner.state, mesh, self._exchange)
         self._pace = Pace(exchange)
+        # Gloo groups of their own, over host memory: nothing is read from the device where islands meet.
+        self._counts = mesh.between_islands()
+        self._everyone = host_group() if exchange.adapts else None
 
     @property
     def replica(self) -> int:
@@ -115,17 +118,16 @@ class IslandEngine:
 
     def _together(self, result: StepResult, done: int) -> StepResult:
         """Where islands meet, loss and tokens are those of all; between meetings, those of this island."""
-        sums = torch.tensor([result.loss * result.tokens, result.tokens], dtype=torch.float64, device=device())
-        dist.all_reduce(sums, group=self._mesh.island_group)
+        counted = HostSum(result.tokens, self._counts, self._mesh.plan.islands)
+        weighed = result.numbers.loss.double() * result.tokens
+        dist.all_reduce(weighed, group=self._mesh.island_group)
         if self._settings.adapts:
             # The slowest step and the fastest link count: who arrives last at an exchange has measured the link alone.
-            seen = torch.tensor(self._pace.look(done, self._exchange.use), dtype=torch.float64, device=device())
-            dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-            if rhythm := self._pace.rhythm(self._exchange, [float(number) for number in seen]):
+            seen = torch.tensor(self._pace.look(done, self._exchange.use), dtype=torch.float64)
+            if rhythm := self._pace.rhythm(self._exchange, all_max(seen, self._everyone).tolist()):
                 self._exchange.follow(rhythm)
-        tokens = int(sums[1])
-        loss = (sums[0] / max(tokens, 1)).float()
-        numbers = StepNumbers(loss=loss, grad_norm=result.grad_norm, micro_square=result.micro_square)
+        tokens = counted.total
+        numbers = result.numbers.with_loss((weighed / max(tokens, 1)).float())
         return replace(result, numbers=numbers, tokens=tokens)
 
 

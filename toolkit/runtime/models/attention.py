@@ -33,7 +33,7 @@ from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
-from toolkit.runtime.models.embedder import Embedder
+from toolkit.runtime.models.embedder import Embedder, noisy
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, trial_config
 from toolkit.runtime.models.trials import tried
@@ -84,7 +84,8 @@ def attending(documents: Documents | None) -> Iterator[None]:
 
 def forward(model: Callable[..., Any], micro: MicroBatch) -> Any:
     """A model's forward pass on a micro-batch, with attention inside its documents."""
-    with attending(micro.located().documents):
+    located = micro.located()
+    with attending(located.documents), noisy(located):
         return model(**micro.inputs())
 
 

@@ -1,8 +1,9 @@
 """Head and cross-entropy in one: logits exist for one block of the vocabulary at a time, never all of them.
 
-The head's forward pass returns, per token, its loss and whether its label was predicted. It stays a module with its own
-weight, so ZeRO 3 gathers the weight for it as for any other. Written by hand, since DeepSpeed's chunked loss (0.19.8)
-keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no slices of the vocabulary.
+The head's forward pass returns, per token, its loss and, without gradients, the likeliest next token. It stays a module
+with its own weight, so ZeRO 3 gathers the weight for it as for any other. Written by hand, since DeepSpeed's chunked
+loss (0.19.8) keeps the logits and their gradient, and Liger's (0.8) needs Triton and knows no slices of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from toolkit.errors import first_line
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.attention import without_gpu
 from toolkit.runtime.models.build import build_model, load_config
-from toolkit.runtime.models.loss import in_training
+from toolkit.runtime.models.loss import count_matches, in_training
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.tiny_models import trial_config
 from toolkit.runtime.models.trials import tried
@@ -28,6 +29,8 @@ BLOCK_ELEMENTS = 2**25
 """Logits of one block: 128 MiB in fp32."""
 WHOLE_ELEMENTS = 2**27
 """In host memory, fewer logits than this are made at once: blocks are computed a second time in the backward pass."""
+WORTH_SKIPPING = 0.9
+"""In host memory, if fewer tokens than this share count (answers after prompts), only their logits are made."""
 SUM_ELEMENTS = 2**26
 """Elements of the hidden states' gradient that are summed in fp32 at a time: 256 MiB."""
 
@@ -68,7 +71,7 @@ class Transform:
 
 
 class HeadLoss:
-    """`Loss` that the head itself has computed: the model's "logits" are losses and hits, per token."""
+    """`Loss` that the head itself has computed: the model's "logits" are losses and predicted tokens."""
 
     def __init__(
         self, transform: Transform, ranks: Ranks | None = None, start: int = 0, vocabulary: int | None = None
@@ -94,21 +97,36 @@ class HeadLoss:
         return logits[..., 0].sum()
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return logits[..., 1].sum().long()
+        return count_matches(self.likeliest(logits), labels)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each token; ids are exact in fp32, which has 24 bits for them."""
+        return logits[..., 1].long()
 
     def of_hidden(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Loss and hit of every token, shaped as the hidden states with two instead of their width."""
+        """Loss and prediction of every token, shaped as the hidden states with two instead of their width."""
         assert self._labels is not None, "the head's loss needs labels before the forward pass"
         rows, labels, self._labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.flatten(), None
         elements = len(rows) * len(weight)
-        if self._ranks is None and elements <= (WHOLE_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS):
-            losses, hits = self._whole(rows, weight, bias, labels)
+        if self._ranks is None and elements <= WHOLE_ELEMENTS and torch.is_grad_enabled() and _skips_prompts(labels):
+            losses = self._counted(rows, weight, bias, labels)
+            predicted = torch.zeros_like(losses)
+        elif self._ranks is None and elements <= (WHOLE_ELEMENTS if hidden.device.type == "cpu" else BLOCK_ELEMENTS):
+            losses, predicted = self._whole(rows, weight, bias, labels)
         else:
             share = in_training(self.smoothing)
             columns = self._vocabulary or len(weight)
             spec = _Spec(self._transform, self._ranks, self._start, not torch.is_grad_enabled(), share, columns)
-            losses, hits = _BlockLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]
-        return torch.stack([losses, hits], -1).view(*hidden.shape[:-1], 2)
+            losses, predicted = _BlockLoss.apply(rows, weight, bias, labels, spec)  # type: ignore[no-untyped-call]
+        return torch.stack([losses, predicted], -1).view(*hidden.shape[:-1], 2)
+
+    def _counted(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses of all tokens, from the logits of those that count."""
+        places = (labels != IGNORE).nonzero()[:, 0]
+        found, _ = self._whole(rows[places], weight, bias, labels[places])
+        return found.new_zeros(len(labels)).index_put((places,), found)
 
     def _whole(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
@@ -117,11 +135,12 @@ class HeadLoss:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         share = in_training(self.smoothing)
         losses = cross_entropy(wide, labels, ignore_index=IGNORE, reduction="none", label_smoothing=share)
-        return losses, torch.zeros_like(losses) if torch.is_grad_enabled() else _hits(logits.argmax(-1), labels, losses)
+        return losses, torch.zeros_like(losses) if torch.is_grad_enabled() else logits.argmax(-1).to(losses.dtype)
 
 
-def _hits(predicted: torch.Tensor, labels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return ((predicted == labels) & (labels != IGNORE)).to(like.dtype)
+def _skips_prompts(labels: torch.Tensor) -> bool:
+    """Whether logits of uncounted tokens are worth leaving out. Only in host memory: a device would have to be read."""
+    return labels.device.type == "cpu" and bool((labels != IGNORE).sum() < WORTH_SKIPPING * labels.numel())
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,7 @@ class _Spec:
     transform: Transform
     ranks: Ranks | None
     start: int
-    counts_hits: bool
+    predicts: bool
     smoothing: float
     vocabulary: int
 
@@ -180,8 +199,8 @@ class _BlockLoss(torch.autograd.Function):
             target += logits.gather(1, places)[:, 0].masked_fill(~inside, 0.0) * kept
             if spec.smoothing:
                 target += logits.sum(-1) * (spec.smoothing / spec.vocabulary)
-            largest, where = logits.max(-1) if spec.counts_hits else (logits.amax(-1), best)
-            if spec.counts_hits:
+            largest, where = logits.max(-1) if spec.predicts else (logits.amax(-1), best)
+            if spec.predicts:
                 best = torch.where(largest > top, where + spec.start + low, best)
             raised = torch.maximum(top, largest)
             total = total * (top - raised).exp() + logits.sub_(raised[:, None]).exp_().sum(-1)
@@ -193,9 +212,9 @@ class _BlockLoss(torch.autograd.Function):
         ctx.spec = spec
         ctx.save_for_backward(rows, weight, bias, labels, spread)
         losses = ((spread - target) * counted).to(wide)
-        hits = _hits(best, labels, losses) if spec.counts_hits else torch.zeros_like(losses)
-        ctx.mark_non_differentiable(hits)
-        return losses, hits
+        predicted = best.to(losses.dtype) if spec.predicts else torch.zeros_like(losses)
+        ctx.mark_non_differentiable(predicted)
+        return losses, predicted
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
@@ -213,7 +232,7 @@ def _over_ranks(
     """Figures of the own slice of the vocabulary → of all of it."""
     assert spec.ranks is not None
     highest = spec.ranks.largest(top)
-    if spec.counts_hits:  # of equals the first, as in `argmax`
+    if spec.predicts:  # of equals the first, as in `argmax`
         best = -spec.ranks.largest(-best.masked_fill(top < highest, torch.iinfo(best.dtype).max))
     total, target = spec.ranks.sum(torch.stack([total * (top - highest).exp(), target]))
     return highest, total, target, best

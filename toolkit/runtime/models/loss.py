@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -24,6 +24,14 @@ class Loss(Protocol):
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Number of counted labels that have the largest logit."""
+
+
+@runtime_checkable
+class PredictsTokens(Protocol):
+    """A loss that knows which token has the largest logit."""
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each token; of a pass without gradients."""
 
 
 class SummedCrossEntropy:
@@ -50,7 +58,11 @@ class SummedCrossEntropy:
         )
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return count_matches(logits.argmax(-1), labels)
+        return count_matches(self.likeliest(logits), labels)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The token with the largest logit after each token."""
+        return logits.argmax(-1)
 
 
 summed_loss = SummedCrossEntropy()

@@ -14,7 +14,7 @@ IGNORE = -100
 """Label of a position that the loss does not count."""
 
 
-FOR_THE_LOSS = ("labels", "pairs", "reference", "scores", "keys", "teacher_ids", "teacher_logps")
+FOR_THE_LOSS = ("labels", "pairs", "reference", "scores", "keys", "teacher_ids", "teacher_logps", "noise")
 """Tensors that the model does not get."""
 
 
@@ -49,6 +49,8 @@ class MicroBatch:
     """Distillation: the teacher's likeliest tokens at each position."""
     teacher_logps: torch.Tensor | None = None
     """Their log-probabilities."""
+    noise: torch.Tensor | None = None
+    """A number for each row, from which the noise on its embeddings follows (NEFTune)."""
 
     def located(self) -> MicroBatch:
         """This micro-batch with its document bounds, which are read from tensors: call it while they are on the host.

@@ -46,6 +46,10 @@ class DistillLoss:
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self._inner.num_correct(logits, labels)
 
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each token."""
+        return logits.argmax(-1)
+
     def _divergence(self, logits: torch.Tensor) -> torch.Tensor:
         assert self._micro is not None
         ids, kept = self._micro.teacher_ids, self._micro.teacher_logps

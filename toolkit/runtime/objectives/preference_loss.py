@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from toolkit.recipe.objective_sections import Objective, Preference
-from toolkit.runtime.models.loss import Loss
+from toolkit.runtime.models.loss import Loss, PredictsTokens
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.objectives.objective import Figures, Total
 
@@ -105,6 +105,11 @@ class _AnswerLoss:
     def per_token(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """The cross-entropy of every token."""
         return self._inner.per_token(logits, labels)
+
+    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token after each token."""
+        assert isinstance(self._inner, PredictsTokens)
+        return self._inner.likeliest(logits)
 
 
 class PreferenceLoss(_AnswerLoss):

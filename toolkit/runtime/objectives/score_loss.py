@@ -10,6 +10,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from toolkit.recipe.objective_sections import Preference, Rank
+from toolkit.runtime.distributed.process_group import all_sum, device
+from toolkit.runtime.models.loss import Loss
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.objectives.objective import Figures
 
@@ -56,6 +58,8 @@ class RankLoss:
 
     def __init__(self, settings: Rank) -> None:
         self.figures = Figures(("accuracy", "mrr", "ndcg"))
+        self.held_out: Figures | None = None
+        """If it is set: figures of evaluated queries are added."""
         self._pointwise = settings.loss == "pointwise"
         self._relevance: torch.Tensor | None = None
 
@@ -76,9 +80,11 @@ class RankLoss:
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         present = (labels != IGNORE).to(torch.float32)
-        if torch.is_grad_enabled():
+        figures = self.figures if torch.is_grad_enabled() else self.held_out
+        if figures is not None:
             assert self._relevance is not None
-            self.figures.add(ranking_figures(scores_of(logits.detach(), labels), self._relevance), present)
+            found = ranking_figures(scores_of(logits.detach(), labels), self._relevance)
+            figures.add({**found, "queries": torch.ones_like(present)}, present)
         return (self.per_token(logits, labels) * present).sum()
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -86,6 +92,27 @@ class RankLoss:
         assert self._relevance is not None
         first = ranking_figures(scores_of(logits, labels), self._relevance)["accuracy"]
         return (first.bool() & (labels != IGNORE)).sum()
+
+
+class RankMeasures:
+    """MRR and nDCG of an evaluation."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    def begin(self) -> None:
+        """Before the first batch of an evaluation."""
+        if isinstance(self._loss, RankLoss):
+            self._loss.held_out = Figures(("mrr", "ndcg", "queries"))
+
+    def finish(self) -> dict[str, float]:
+        """After the last batch. Collective: earlier stages of a pipeline have none, tensor ranks have the same."""
+        found = torch.zeros(3, device=device())
+        if isinstance(self._loss, RankLoss) and self._loss.held_out is not None:
+            own, self._loss.held_out = self._loss.held_out.take(), None
+            found = found if own is None else own
+        mrr, ndcg, queries = all_sum(found.double()).tolist()
+        return {"mrr": mrr / max(queries, 1.0), "ndcg": ndcg / max(queries, 1.0)}
 
 
 def scores_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from toolkit.runtime.distributed import process_group
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.protocol import StepResult
+from toolkit.runtime.engine.weight_average import FirstWeights
 from toolkit.runtime.models.build import find_layers, load_config, skeleton
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -51,7 +52,8 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
     with mode, ledger:
         engine = _engine(spec, local)
         label(ledger, engine)
-        phases = [ledger.finish("start"), *_steps(spec, engine, ledger)]
+        start = ledger.finish("start")
+        phases = [start, *_steps(spec, engine, ledger, _first_weights(spec, engine, ledger))]
         saved = sum(f.tensor.numel() * f.tensor.element_size() for f in share(engine.state.fragments()))
         phases.append(ledger.finish("save"))
     mesh: Mesh = engine._mesh
@@ -79,7 +81,7 @@ def _engine(spec: RehearsalSpec, world: World) -> Any:
     parts = EngineSpec(
         model=spec.model,
         # Preferences are sums per document, on top of each token's loss.
-        train=spec.train if spec.texts > 1 else replace(spec.train, objective=None, preference=None),
+        train=spec.train if _keeps_objective(spec) else replace(spec.train, objective=None, preference=None),
         plan=spec.plan,
         deepspeed=dict(spec.deepspeed),
         schedule=make_schedule(spec.train, spec.total_steps),
@@ -87,8 +89,23 @@ def _engine(spec: RehearsalSpec, world: World) -> Any:
     return build_engine(parts, world)
 
 
-def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> Iterator[Phase]:
-    """Steps and an evaluation."""
+def _keeps_objective(spec: RehearsalSpec) -> bool:
+    """Whether the loss itself is rehearsed: that of several texts, or of complete logits."""
+    return spec.texts > 1 or spec.train.objective == "distill"
+
+
+def _first_weights(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> FirstWeights | None:
+    """The copy that a live reference computes with."""
+    if spec.train.reference != "live":
+        return None
+    before, ledger.part = ledger.part, "params"
+    found = FirstWeights(engine.state)
+    ledger.part = before
+    return found
+
+
+def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger, first: FirstWeights | None) -> Iterator[Phase]:
+    """Steps and an evaluation; before each step a pass with the first weights, if there is a live reference."""
     clock = PhaseClock(ledger, spec.plan.pp > 1, lambda: label(ledger, engine))
     engine.watch(clock)
     watch_gradients(ledger, engine, sharded=spec.plan.zero_stage >= 2 and spec.plan.pp == 1)
@@ -98,6 +115,9 @@ def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> Iterator[Phase]:
     before: StepResult | None = None
     for _ in range(spec.steps):
         clock.begin()
+        if first is not None:
+            with first.in_use():
+                engine.look(_batch(spec))
         result = engine.step(_batch(spec))
         if before is not None:
             assert before.loss  # read as the training loop does, when the next step has been started
@@ -158,7 +178,14 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
         return MicroBatch(numbers(), labels, numbers(), documents=_documents(spec), **more)
     positions = numbers() if spec.rows == "packed" else None
     mask = numbers() if spec.rows == "padded" else None
-    return MicroBatch(numbers(), numbers(), mask, positions, documents=_documents(spec))
+    found = MicroBatch(numbers(), numbers(), mask, positions, documents=_documents(spec))
+    distill = spec.train.distill
+    if distill is None:
+        return found
+    size = load_config(spec.model).get_text_config().vocab_size
+    kept, shape = min(distill.top_k, size), (_num_rows(spec), spec.seq_len)
+    ids, logps = torch.zeros(*shape, kept, dtype=torch.int32), torch.zeros(*shape, kept + int(kept < size))
+    return replace(found, teacher_ids=ids, teacher_logps=logps)
 
 
 def _documents(spec: RehearsalSpec) -> Documents:

@@ -47,6 +47,7 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/engine/training_state.py", "<listcomp>"): 1,
     ("toolkit/runtime/islands/engine.py", "evaluate"): 1.0,
     ("toolkit/runtime/mixtures/balance_loss.py", "routed_tokens"): 1,
+    ("toolkit/runtime/models/head_loss.py", "_skips_prompts"): False,
     ("toolkit/runtime/models/micro_batch.py", "counted"): 1,
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
     ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,

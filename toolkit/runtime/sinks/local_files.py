@@ -54,7 +54,9 @@ class EventSink:
         self._last = record
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        """Evaluations are in eval.jsonl."""
+        """Generated texts; figures are in eval.jsonl."""
+        for sample in record.get("samples", ()):
+            self._write("sample", int(record["step"]), f"{sample['prompt']} → {sample['text']}")
 
     def rewind(self, step: int) -> None:
         """The next record shows it: its step is not above the last one."""
@@ -108,7 +110,10 @@ class TensorboardSink:
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if name != "step":
+            if name == "samples":
+                for number, sample in enumerate(value):
+                    self._writer.add_text(f"sample {number}", f"{sample['prompt']} → {sample['text']}", record["step"])
+            elif name != "step":
                 self._writer.add_scalar(f"eval/{name}", value, int(record["step"]))
 
     def rewind(self, step: int) -> None:

@@ -153,7 +153,14 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"eval/{name}": value for name, value in record.items() if name != "step"}
+    """Values of an evaluation under W&B's names; generated texts become a table."""
+    found = {f"eval/{name}": value for name, value in record.items() if name not in ("step", "samples")}
+    if record.get("samples"):
+        import wandb
+
+        rows = [[sample["prompt"], sample["text"]] for sample in record["samples"]]
+        found["eval/samples"] = wandb.Table(columns=["prompt", "text"], data=rows)
+    return found
 
 
 def _own_id(path: Path) -> str:
