@@ -131,6 +131,9 @@ class Execution:
     """Whether gradients are freed after each update (DeepSpeed) instead of staying in buffers (Megatron)."""
     accumulates_apart: bool = False
     """Whether fp32 gradients of all parameters stay allocated between steps (DeepSpeed's `BF16_Optimizer`)."""
+    sums_in_bf16: bool = False
+    """A pipeline in bf16 without ZeRO: DeepSpeed's `BF16_Optimizer` shards states over replicas all the same, and holds
+    gradients and their sums, in bf16 both."""
     frees_gradients: bool = False
     """Whether ZeRO 1 frees gradients outside a rank's shard in the backward pass, as ZeRO 2 does: with one micro-batch
     and a reduction that overlaps (rehearsed: 33.8 GiB for Llama 8B on 8 devices, 47 with all gradients)."""
@@ -279,6 +282,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         emulated=plan.precision == "bf16" and not job.cluster.device.flash_attention,
         reduces_every_micro_batch=plan.zero_stage >= 2,
         drops_gradients=True, accumulates_apart=accumulates_apart(plan),
+        sums_in_bf16=plan.zero_stage == 0 and plan.pp > 1 and plan.precision == "bf16",
         frees_gradients=plan.zero_stage == 1 and plan.precision != "fp16" and plan.grad_accum == 1 and overlap,
         offload=plan.offload, optimizer=work.optimizer, states=work.states, averaged=work.averaged,
         lora_rank=work.lora_rank,

@@ -72,9 +72,9 @@ def state_shards(e: Execution) -> float:
 
     Experts have only `ranks / ep` copies to be sharded over: then this is the mean over all parameters of a rank.
     """
-    if e.zero_stage == 0:
+    if e.zero_stage == 0 and not e.sums_in_bf16:
         return 1
-    ranks = e.replicas if e.zero_variant == "hpz" else min(e.zero_group, e.replicas)
+    ranks = e.replicas if e.zero_variant == "hpz" or e.sums_in_bf16 else min(e.zero_group, e.replicas)
     if e.ep == 1 or ranks == 1:
         return ranks
     experts, own = expert_params(e) / (e.expert_cut * e.pp), stage_params(e)
@@ -115,9 +115,7 @@ def beside_bytes(e: Execution, params: float) -> float:
 def grad_bytes(e: Execution, params: float) -> float:
     """Bytes of gradients of trained weights; ZeRO 2 and 3 keep one shard, which offload moves to the host."""
     trained = params * e.trained_share
-    # A pipeline without ZeRO in bf16 holds both gradients and their sums, 2 bytes each.
-    both = e.drops_gradients and e.zero_stage == 0 and e.pp > 1
-    width = 4 if e.accumulates_apart or e.element_bytes == 4 or both else e.software.grad_bytes
+    width = 4 if e.accumulates_apart or e.sums_in_bf16 or e.element_bytes == 4 else e.software.grad_bytes
     if (e.zero_stage < 2 and not e.frees_gradients) or e.pp > 1:
         return width * trained
     if e.drops_gradients and (e.zero_stage == 3 or e.grad_accum > 1):
