@@ -210,7 +210,7 @@ def _cut_bare(modules: dict[str, torch.nn.Module], name: str, style: str, sharde
 
 def _packs(style: str) -> int:
     """Matrices that a parameter of a style holds one below the other."""
-    return {"packed_colwise": 2, "packed3_colwise": 3}.get(style, 1)
+    return 3 if style.startswith("packed3") else 2 if style.startswith("packed") else 1
 
 
 def _bare(modules: dict[str, torch.nn.Module], name: str) -> tuple[Any, str, torch.nn.Parameter, list[Any]]:
