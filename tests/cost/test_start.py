@@ -35,6 +35,14 @@ def test_the_device_holds_what_deepspeed_makes(stage: int, accumulated: int, byt
     assert expected <= found.start <= (1 + CONTEXT_SHARE) * expected + 2 * GIB
 
 
+def test_a_bf16_pipeline_without_zero_starts_with_masters_of_its_share() -> None:
+    """DeepSpeed shards them over replicas all the same. The first stage has half of the layers, and the table."""
+    plan = Plan(strategy="pipeline", pp=2, dp=4, micro_batch=1, grad_accum=8)
+    stage = LLAMA_2_7B.layers // 2 * LAYER + LLAMA_2_7B.vocab * LLAMA_2_7B.hidden
+    expected = (2 + 4 / 4 + 2) * stage  # weights, masters, sums in bf16
+    assert expected <= memory(plan, job()).start <= (1 + CONTEXT_SHARE) * expected + 2 * GIB
+
+
 def test_a_host_holds_one_layer_in_fp32_per_rank() -> None:
     assert memory(ZERO, job()).host_start == pytest.approx(8 * 4 * LAYER)
 

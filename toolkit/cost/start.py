@@ -49,12 +49,14 @@ def _complete(e: Execution, params: float) -> float:
     Without ZeRO it takes a step with zero gradients: masters, gradients and two moments of all trained weights.
     """
     weights, trained = (quantized_width(e) if e.quantized_base else e.element_bytes) * params, params * e.trained_share
-    if e.zero_stage == 0:
+    if e.zero_stage == 0 and not e.sums_in_bf16:
         return weights + (16.0 * trained if e.element_bytes == 2 and e.master_weights else 0.0)
     masters = 4.0 * trained / state_shards(e)
     states = 0.0 if e.offload != "none" else 2 * masters
     if e.accumulates_apart:
         states = masters + 4.0 * trained
+    if e.sums_in_bf16:
+        states = masters + e.element_bytes * trained
     return weights + max(e.element_bytes * trained, states)
 
 

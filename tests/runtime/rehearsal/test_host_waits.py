@@ -18,8 +18,12 @@ PLANS = {
     "zero 3": ("strategy.name=zero", "strategy.zero_stage=3", "strategy.zero_variant=plain"),
     "tensor": ("strategy.name=tensor_parallel", "strategy.tp=2"),
     "pipeline": ("strategy.name=pipeline", "strategy.pp=2"),
+    "live reference": (
+        "strategy.name=zero", "strategy.zero_stage=2", "data.path=pairs.jsonl", "data.format=preference",
+        "train.objective=dpo", "train.reference=live",
+    ),
     "islands": ("strategy={name: local_sgd, islands: 2, local_steps: 1, micro_batch: 1, zero_stage: 1}",),
-}
+}  # fmt: skip
 STEPS = 4
 """DeepSpeed's throughput timer, where it is on, begins to wait in the third step."""
 READ = "event.synchronize at toolkit/runtime/engine/protocol.py"
@@ -34,6 +38,8 @@ def test_the_host_waits_once_per_step(recipe_mapping: dict[str, Any], tmp_path: 
     [island] = found.pop("islands")
     exchanged = [each for each in island.step.collectives if each.ranks == (0, 1) and each.numel > 1]
     assert [each.kind for each in exchanged] == ["allreduce"], "islands exchange once per step, and their loss"
+    with_copy, alone = (found[name][0].step.parts["params"] for name in ("live reference", "zero 2"))
+    assert with_copy == pytest.approx(2 * alone, rel=1e-3), "all weights again, but no buffers of positions"
     for name, roles in found.items():
         for role in roles:
             sites = role.step.host_syncs

@@ -84,6 +84,11 @@ class FirstWeights:
         held += [buffer for buffer in state.buffers() if buffer.is_floating_point()]  # router biases, for example
         self._held = [(tensor, tensor.detach().clone()) for tensor in held]
 
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """The first weights; inside `in_use`, the last ones."""
+        return [copy for _, copy in self._held]
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute with the first weights inside this context; nothing is copied. Collective under ZeRO 3."""

@@ -27,7 +27,7 @@ from toolkit.runtime.models.tiny_models import VOCABULARY, Sizes, drawn_sizes, t
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 from toolkit.verdicts import Verdict
 
-STEPS, SEQUENCES, TOKENS = 3, 4, 16
+STEPS, SEQUENCES, TOKENS = 5, 4, 16
 NOISE_FACTOR = 10.0
 """A difference up to this factor times the effect of a one-bit nudge in one process counts as rounding."""
 LARGEST = 20_000_000

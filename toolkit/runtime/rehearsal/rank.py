@@ -53,7 +53,8 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
         engine = _engine(spec, local)
         label(ledger, engine)
         start = ledger.finish("start")
-        phases = [start, *_steps(spec, engine, ledger, _first_weights(spec, engine, ledger))]
+        first = FirstWeights(engine.state) if spec.train.reference == "live" else None
+        phases = [start, *_steps(spec, engine, ledger, first)]
         saved = sum(f.tensor.numel() * f.tensor.element_size() for f in share(engine.state.fragments()))
         phases.append(ledger.finish("save"))
     mesh: Mesh = engine._mesh
@@ -94,19 +95,9 @@ def _keeps_objective(spec: RehearsalSpec) -> bool:
     return spec.texts > 1 or spec.train.objective == "distill"
 
 
-def _first_weights(spec: RehearsalSpec, engine: Any, ledger: Ledger) -> FirstWeights | None:
-    """The copy that a live reference computes with."""
-    if spec.train.reference != "live":
-        return None
-    before, ledger.part = ledger.part, "params"
-    found = FirstWeights(engine.state)
-    ledger.part = before
-    return found
-
-
 def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger, first: FirstWeights | None) -> Iterator[Phase]:
     """Steps and an evaluation; before each step a pass with the first weights, if there is a live reference."""
-    clock = PhaseClock(ledger, spec.plan.pp > 1, lambda: label(ledger, engine))
+    clock = PhaseClock(ledger, spec.plan.pp > 1, lambda: label(ledger, engine, first))
     engine.watch(clock)
     watch_gradients(ledger, engine, sharded=spec.plan.zero_stage >= 2 and spec.plan.pp == 1)
     for model in models(engine):
@@ -124,7 +115,7 @@ def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger, first: FirstWeights
         before = result
         assert inner(engine).skipped_steps == 0, "an answer to a read made DeepSpeed skip the update"
         yield ledger.finish("step", repeated)
-        label(ledger, engine)
+        label(ledger, engine, first)
     if spec.evaluates:
         clock.begin()
         ledger.part = "activations"

@@ -9,6 +9,7 @@ import torch
 
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.engine.weight_average import FirstWeights
 from toolkit.runtime.metrics.step_clock import Lap
 from toolkit.runtime.models.build import find_layers, skeleton
 from toolkit.runtime.pipeline.engine import PipelineEngine
@@ -91,13 +92,14 @@ def models(engine: Any) -> list[torch.nn.Module]:
     return engine.models if isinstance(engine, PipelineEngine) else [engine.module]
 
 
-def label(ledger: Ledger, engine: Any) -> None:
-    """Sort what is alive between steps into weights, optimizer states, gradients and the rest."""
+def label(ledger: Ledger, engine: Any, first: FirstWeights | None = None) -> None:
+    """Sort what is alive between steps into weights (and the copy of the first), states, gradients and the rest."""
     deepspeed = inner(engine)
     wrapper = deepspeed.optimizer
     base = _replica(engine).state.base
     weights = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
     weights += [p.data for p in engine.module.parameters()] + list(engine.module.buffers())
+    weights += first.copies if first is not None else []
     weights += [tensor for p in engine.module.parameters() for tensor in _constants(getattr(p, "quant_state", None))]
     gradients = [p.grad for p in engine.module.parameters()] + [
         tensor for name, value in vars(wrapper).items() if "grad" in name for tensor in _tensors(value)
