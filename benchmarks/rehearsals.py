@@ -3,7 +3,9 @@
 python -m benchmarks.rehearsals --harness [WORD ...]   # rehearsed against measured: real processes on this CPU
 python -m benchmarks.rehearsals [WORD ...]             # predicted against rehearsed live bytes, at full size; rows
                                                        # in data/rehearsals.jsonl are not rehearsed again
-python -m benchmarks.rehearsals --recipes [WORD ...]   # every shipped recipe at full size: does it fit?
+python -m benchmarks.rehearsals --recipes [WORD ...]   # every shipped recipe at full size: does it fit? Rows in
+                                                       # data/recipes.jsonl of the same code and plan are not repeated
+python -m benchmarks.rehearsals --recipes --kept       # print these rows only
 
 Words select the rows whose name contains all of them.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.harness.recipe_rehearsals import recipes
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.cost.estimate import Memory
 from toolkit.cost.memory import memory
@@ -29,12 +32,12 @@ from toolkit.errors import ToolkitError
 from toolkit.launching import launchers
 from toolkit.plans.job import make_job
 from toolkit.plans.plan import Plan
-from toolkit.recipe.file import load_recipe, make_recipe
+from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.rehearsal.report import PARTS, model_part
 from toolkit.runtime.supervision.warm_pool import enter_worker, run_warm
 from toolkit.sessions import rehearse as session
-from toolkit.sessions.rehearse import rehearse, verdict
+from toolkit.sessions.rehearse import rehearse
 from toolkit.sessions.resolve import Resolved, resolve
 from toolkit.units import GIB
 
@@ -488,12 +491,13 @@ class ForkedServer:
 def fork_servers() -> None:
     """Fork rehearsals for GPUs from this process; those for CPUs need another accelerator, and start on their own."""
     start = session._start
+    os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported; ranks replace it by the fake device
 
     def forked(backend: str, files: Sequence[str]) -> Any:
         if backend == "cpu":
             os.environ.pop("DS_ACCELERATOR", None)
             return start(backend, files)
-        os.environ["DS_ACCELERATOR"] = "cuda"  # before DeepSpeed is imported; ranks replace it by the fake device
+        os.environ["DS_ACCELERATOR"] = "cuda"
         return ForkedServer(backend, files)
 
     session._start = forked  # type: ignore[assignment]
@@ -536,46 +540,18 @@ def _parts(parts: dict[str, int]) -> str:
     return " ".join(f"{part} {size / GIB:.2f}" for part, size in parts.items())
 
 
-PLAIN_KERNELS = ("model.attention=auto", "model.kernels=auto")
-"""Instead of kernels that have no stand-in on fake tensors. Liger keeps fewer activations: the bytes are a bound."""
-
-
-def recipes(words: list[str]) -> int:
-    """Rehearse the shipped recipes at full size; 1 if one does not fit or can't be rehearsed."""
-    missed = 0
-    fork_servers()
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        if not all(word in path.stem for word in words):
-            continue
-        began = time.perf_counter()
-        overrides = ["cluster=laptop-cpu"] if path.stem == "demo" else []
-        section = load_recipe(path).model
-        if section.attention == "flash_attention_3" or section.kernels == "liger":
-            overrides += PLAIN_KERNELS
-        try:
-            result = rehearse(resolve(load_recipe(path, overrides)))
-        except ToolkitError as error:
-            print(f"{path.stem:46} {str(error).splitlines()[0]}", flush=True)
-            missed += 1
-            continue
-        missed += not result.fits or bool(result.mismatches)
-        matches = f"{len(result.mismatches)} mismatches" if result.mismatches else "collectives match"
-        cpu = sum(role.cpu_seconds for role in result.roles)
-        matches += " (with torch's own kernels)" if overrides == list(PLAIN_KERNELS) else ""
-        spent = f"{len(result.roles)} ranks, {cpu:.0f} s of CPU in {time.perf_counter() - began:.0f} s"
-        print(f"{path.stem:46} {verdict(result)}; {matches}; {spent}", flush=True)
-    return 1 if missed else 0
-
-
 def main() -> int:
     """Run one of the three comparisons."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--harness", action="store_true", help="rehearsed against measured bytes of tiny models")
     parser.add_argument("--recipes", action="store_true", help="the shipped recipes")
+    parser.add_argument("--kept", action="store_true", help="print the rows of recipes, rehearse nothing")
     parser.add_argument("words", nargs="*", help="select rows")
     args = parser.parse_args()
-    chosen: Any = harness if args.harness else recipes if args.recipes else predicted
-    return int(chosen(args.words))
+    if args.recipes:
+        fork_servers()
+        return recipes(args.words, kept=args.kept)
+    return harness(args.words) if args.harness else predicted(args.words)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.models.build import build_in_place, skeleton
+from toolkit.runtime.models.head_loss import why_not
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 from toolkit.units import GIB
@@ -183,6 +185,10 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         build_in_place(section, 0, torch.bfloat16, "cpu").save_pretrained(folder)
+        os.sync()  # otherwise the first rows wait for the disk
+        began = time.perf_counter()
+        why_not(Model(path=folder, init="pretrained", precision="bf16"))
+        print(f"trials on tiny models, once per host and user: {time.perf_counter() - began:.1f} s, not counted below")
         for name in given.rows:
             both = [
                 measured(function, folder, PLANS[name], params, steps=not given.no_step)

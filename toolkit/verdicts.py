@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +30,7 @@ class VerdictFile:
         """`consequence`: what happens if the file is damaged, for the message."""
         self._path, self._consequence = path, consequence
         self._known: dict[str, dict[str, Any]] | None = None
+        self._has_lock = False
 
     def get(self, key: str) -> Verdict | None:
         """The verdict of a key; None if there is none."""
@@ -35,6 +38,31 @@ class VerdictFile:
             self._known = self._read()
         found = self._known.get(key)
         return Verdict(bool(found["ok"]), str(found["reason"])) if found else None
+
+    @contextlib.contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """Hold the file's lock: of the ranks of a host, one finds a verdict, and the others read it.
+
+        A verdict may be needed to find another one; the lock is then held already. Where a file can't be locked,
+        every rank finds out for itself.
+        """
+        if self._has_lock:
+            yield
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._path.with_suffix(".lock").open("ab")
+        except OSError:  # read-only home directory
+            yield
+            return
+        with lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            self._has_lock, self._known = True, None
+            try:
+                yield
+            finally:
+                self._has_lock = False
 
     def put(self, key: str, verdict: Verdict) -> None:
         """Store a verdict."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from dataclasses import asdict, replace
 from toolkit.errors import BadInput, Problem
 from toolkit.launching.environment import has_wandb_key
 from toolkit.launching.launchers import PYTHON, import_path
+from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.data_checks import source_weights
 from toolkit.recipe.data_files import data_files, image_folders
@@ -35,18 +37,28 @@ def check(recipe: Recipe, env: Mapping[str, str], report: Callable[[str], object
 def prove(section: Model, axes: Axes, env: Mapping[str, str]) -> Verdict:
     """Check a split in float64 on a tiny model, in a separate CPU process so that no accelerator is touched here."""
     question = json.dumps({"model": asdict(section), "axes": asdict(axes)})
-    answer = subprocess.run(
-        [*PYTHON, "toolkit.runtime.proofs"],
-        input=question,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**env, **import_path(), "DS_ACCELERATOR": "cpu"},
-    )
+    stop, pipe = StopRequest(), subprocess.PIPE
+    with forwarded(stop.record):  # raised inside `Popen`, a stop signal would leave a process that nobody knows
+        process = subprocess.Popen(
+            [*PYTHON, "toolkit.runtime.proofs"],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            env={**env, **import_path(), "DS_ACCELERATOR": "cpu"},
+        )
+    with process:
+        try:
+            if stop.signal is not None:
+                signal.raise_signal(stop.signal)
+            said, errors = process.communicate(question)
+        except BaseException:
+            process.kill()
+            raise
     try:
-        return Verdict(**json.loads(answer.stdout.strip().splitlines()[-1]))
+        return Verdict(**json.loads(said.strip().splitlines()[-1]))
     except (IndexError, ValueError, TypeError):
-        last = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
+        last = (errors.strip().splitlines() or ["no answer"])[-1]
         return Verdict(False, f"the split could not be checked on a tiny model: {last}")
 
 

@@ -252,7 +252,7 @@ def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
         local_size=cluster.devices_per_node,
         seq_len=resolved.job.workload.seq_len // texts,
         texts=texts,
-        rows=_rows(recipe),
+        rows="pairs" if resolved.job.workload.shared_prompt else _rows(recipe),
         steps=steps,
     )
 
@@ -345,7 +345,7 @@ def mismatches(reports: Sequence[RoleReport]) -> list[Mismatch]:
                 by_group.setdefault(one.ranks, {}).setdefault(report.rank, []).append(one)
     found: list[Mismatch | None] = []
     for group, calls in by_group.items():
-        members = [rank for rank in rehearsed if rank in set(group)]
+        members = sorted(set(group).intersection(rehearsed))
         for rank in members[1:]:
             ends = (members[0], rank)
             found.append(_difference(group, ends, calls.get(members[0], []), calls.get(rank, []), _look))

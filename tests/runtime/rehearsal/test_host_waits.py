@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.rehearsal.several import rehearse_all
+from toolkit.runtime.models.tiny_models import tiny_of_type
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,20 @@ PLANS = {
     ),
     "islands": ("strategy={name: local_sgd, islands: 2, local_steps: 1, micro_batch: 1, zero_stage: 1}",),
 }  # fmt: skip
+GPT_OSS = {**tiny_of_type("gpt_oss"), "vocab_size": 264}
+EXPERTS = (
+    f"model.config={GPT_OSS}",
+    "cluster.devices_per_node=4",
+    "train.global_batch=8",
+    "strategy.name=expert_parallel",
+    "strategy.ep=2",
+)
+IN_STAGES = (*EXPERTS, "strategy.pp=2", "strategy.zero_stage=1", "strategy.recompute=full")
+MIXTURES = {
+    "without a limit": IN_STAGES,
+    "limited": (*EXPERTS, "strategy.pp=1", "strategy.zero_stage=2", "train.router.capacity_factor=1.25"),
+    "limited, in stages": (*IN_STAGES, "train.router.capacity_factor=1.25"),
+}
 STEPS = 4
 """DeepSpeed's throughput timer, where it is on, begins to wait in the third step."""
 READ = "event.synchronize at toolkit/runtime/engine/protocol.py"
@@ -34,7 +49,10 @@ def test_the_host_waits_once_per_step(recipe_mapping: dict[str, Any], tmp_path: 
     recipe_mapping["strategy"] = {"micro_batch": 1, "offload": "none"}
     recipe_mapping["train"]["global_batch"] = 4
     recipe_mapping["cluster"] = {"device": "H100-SXM5-80GB", "nodes": 1, "devices_per_node": 2}
-    found = rehearse_all(recipe_mapping, PLANS, tmp_path, STEPS)
+    found = rehearse_all(recipe_mapping, {**PLANS, **MIXTURES}, tmp_path, STEPS)
+    for role in found.pop("without a limit"):
+        sizes = [count for site, count in role.step.host_syncs.items() if site.startswith("sizes of the exchange")]
+        assert sizes == [2 * 4], "once per mixture layer of the stage and micro-batch; recomputing waits for nothing"
     [island] = found.pop("islands")
     exchanged = [each for each in island.step.collectives if each.ranks == (0, 1) and each.numel > 1]
     assert [each.kind for each in exchanged] == ["allreduce"], "islands exchange once per step, and their loss"

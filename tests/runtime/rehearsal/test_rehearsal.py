@@ -18,7 +18,7 @@ from toolkit.launching.launchers import Command
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.runtime.metrics.memory import _largest_growth
-from toolkit.runtime.rehearsal.ledger import _attention_workspace
+from toolkit.runtime.rehearsal.reads import _attention_workspace
 from toolkit.runtime.rehearsal.report import RoleReport
 from toolkit.runtime.supervision.warm_pool import WarmProcess
 from toolkit.sessions import rehearse as session

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -27,7 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from toolkit.errors import BadInput, NoPlanFits, first_line
 from toolkit.recipe.model_section import Lora, Model
 from toolkit.runtime.distributed import rng
-from toolkit.runtime.distributed.process_group import gather_objects
 from toolkit.runtime.models import attention
 from toolkit.runtime.models.embedder import Embedder, prepared
 from toolkit.runtime.models.first_weights import (
@@ -39,7 +37,7 @@ from toolkit.runtime.models.first_weights import (
     checkpoint_files,
     fresh_tensors,
 )
-from toolkit.runtime.models.parameter_shards import freeze, layout_of, replace_parameter, sites
+from toolkit.runtime.models.parameter_shards import freeze, replace_parameter, sites
 from toolkit.runtime.models.stored_tensors import TensorInMemory, stored_tensors
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,17 +88,24 @@ def can_start_in_place(section: Model) -> bool:
     return not _quantized(section) and not section.trust_remote_code
 
 
-def build_in_place(section: Model, seed: int, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def build_in_place(
+    section: Model, seed: int, dtype: torch.dtype, device: str, *, trained_are_copied: bool = False
+) -> PreTrainedModel:
     """The full model in the run's precision on its device, one tensor at a time.
 
     The host never holds more than one fp32 unit of it. Values are those of `build_model`, rounded as DeepSpeed rounds
-    a complete fp32 model.
+    a complete fp32 model. `trained_are_copied`: the engine copies all trained parameters at once, as ZeRO 1 and 2 do;
+    so they may be pages of the checkpoint's files until then, which saves another copy. Others must not be: somebody
+    may write to the files during the run.
     """
     model = hollow_model(section, seed)
     with torch.random.fork_rng(devices=[]):  # dropout continues after what the adapters have drawn
-        weights = weights_of(model, section, seed)
+        weights = weights_of(model, section, seed, mapped=trained_are_copied)
         fill(model, weights, place=lambda tensor: tensor.to(device=device, dtype=dtype))
         weights.fill_buffers(model)
+    for parameter in model.parameters():
+        if trained_are_copied and not parameter.requires_grad:
+            parameter.data = parameter.data.clone()
     return model
 
 
@@ -116,10 +121,16 @@ def hollow_model(section: Model, seed: int) -> PreTrainedModel:
     return model if section.lora is None else _with_adapters(model, section.lora, section.task)
 
 
-def weights_of(model: torch.nn.Module, section: Model, seed: int) -> Weights:
+def weights_of(model: PreTrainedModel, section: Model, seed: int, *, mapped: bool = False) -> Weights:
     """The source of the first weights of a hollow model. Adapters are those of the model, complete, as they are now."""
-    weights = open_weights(section, seed)
-    return weights if section.lora is None else AdaptedWeights(weights, model)
+    if section.lora is None:
+        return open_weights(section, seed, model if section.init == "pretrained" else None, mapped=mapped)
+    return adapted_weights(open_weights(section, seed), model, section.lora)
+
+
+def adapted_weights(base: Weights, model: torch.nn.Module, lora: Lora) -> AdaptedWeights:
+    """The source of the first weights of a hollow model with adapters."""
+    return AdaptedWeights(base, model, principal=lora.start == "pissa")
 
 
 def open_skeleton(section: Model, seed: int) -> tuple[PreTrainedModel, Weights]:
@@ -133,7 +144,8 @@ def emptied(model: PreTrainedModel) -> PreTrainedModel:
     """The model with all parameters on the meta device: a slice of a hollow one would take bytes."""
     where = sites(model)
     for parameter in list(model.parameters()):
-        replace_parameter(where, parameter, torch.empty_like(parameter, device="meta"))
+        if not parameter.is_meta:
+            replace_parameter(where, parameter, torch.empty_like(parameter, device="meta"))
     return model
 
 
@@ -156,7 +168,12 @@ def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreT
         if dequantized and _quantized(section):
             model = model.dequantize(dtype=torch.float32)
     rng.seed(seed)
-    return model if section.lora is None else _with_adapters(model, section.lora, section.task)
+    if section.lora is None:
+        return model
+    model = _with_adapters(model, section.lora, section.task)
+    if section.lora.start == "pissa":
+        fill(model, weights_of(model, section, seed))
+    return model
 
 
 def skeleton(section: Model) -> PreTrainedModel:
@@ -201,15 +218,15 @@ def _large_on_meta() -> Iterator[None]:
         module.empty = make
 
 
-def open_weights(section: Model, seed: int) -> Weights:
-    """The source of the recipe's first weights."""
-    empty = skeleton(section)
+def open_weights(section: Model, seed: int, empty: PreTrainedModel | None = None, *, mapped: bool = False) -> Weights:
+    """The source of the recipe's first weights. `empty`: its skeleton, if there is one; `mapped`: see `TensorFile`."""
+    empty = empty or skeleton(section)
     if section.init == "scratch":
         return ScratchWeights(empty, seed, whole=lambda: _load_full(section, seed))
     assert section.path is not None
     if getattr(empty.config, "quantization_config", None) is not None:
         return HostWeights(_load_full(section, seed))
-    tensors = stored_tensors(empty, checkpoint_files(section.path))
+    tensors = stored_tensors(empty, checkpoint_files(section.path), mapped=mapped)
     missing = [name for name, _ in empty.named_parameters() if name not in tensors]
     head = [name for name in missing if not name.startswith(f"{empty.base_model_prefix}.")]
     if "classification" in (section.task or "") and head == missing:
@@ -288,8 +305,8 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreT
     """The frozen model with trainable low-rank adapters."""
     from peft import LoraConfig, get_peft_model
 
-    targets = "all-linear" if lora.targets == "auto" else lora.targets
     linears = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, LINEAR)})
+    modules, parameters = _targets(model, lora)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -297,14 +314,31 @@ def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreT
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         modules_to_save=list(lora.modules_to_save) or None,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=modules,
+        target_parameters=parameters or None,
         task_type=ADAPTER_TASKS.get(task or "", "CAUSAL_LM"),
     )
     try:
         return get_peft_model(model, config)
     except ValueError as error:
-        known = f"{first_line(error)}; linear layers of this model: {', '.join(linears)}"
+        known = f"{first_line(error)}; linear layers of this model: {', '.join([*linears, *_expert_tensors(model)])}"
         raise BadInput("model.lora.targets", known) from None
+
+
+def _targets(model: PreTrainedModel, lora: Lora) -> tuple[str | list[str], list[str]]:
+    """Modules with adapters, and tensors of experts with adapters, which no module of their name holds."""
+    if isinstance(lora.targets, str):
+        return ("all-linear" if lora.targets == "auto" else lora.targets), []
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    tensors = [name for name in lora.targets if name not in modules and name in _expert_tensors(model)]
+    return [name for name in lora.targets if name not in tensors], tensors
+
+
+def _expert_tensors(model: PreTrainedModel) -> list[str]:
+    """Names of tensors that hold a matrix for every expert."""
+    return sorted(
+        {name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+    )
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -356,42 +390,3 @@ def freed_at_once() -> Iterator[None]:
     finally:
         limit(M_MMAP_THRESHOLD, 32 * 2**20)
         limit(M_TRIM_THRESHOLD, 2**30 if get_accelerator().is_synchronized_device() else 64 * 2**20)
-
-
-def check_same_weights(named: Mapping[str, torch.nn.Parameter]) -> None:
-    """Stop if ranks that hold the same weights, or the same slice of them, start with different values.
-
-    Without this they would silently train different models. Every rank hashes what it holds.
-    """
-    digests = {_held(name, parameter): _digest(parameter) for name, parameter in named.items()}
-    first: dict[str, tuple[int, str]] = {}
-    for rank, others in enumerate(gather_objects(digests)):
-        differing = [key for key, digest in others.items() if first.setdefault(key, (rank, digest))[1] != digest]
-        if differing:
-            raise RuntimeError(
-                f"rank {rank} starts with other weights than rank {first[differing[0]][0]} in {len(differing)} "
-                f"parameters, first {differing[0]}; "
-                "check that every rank has the same recipe, seed, library versions and model files"
-            )
-
-
-def _held(name: str, parameter: torch.nn.Parameter) -> str:
-    """What a rank holds: a parameter, or which slice of it."""
-    layout = layout_of(parameter)
-    return f"{name}, slice {layout.index} of {layout.ranks} along {layout.dim}" if layout else name
-
-
-CHUNK_WORDS = 2**16
-"""Words of 8 bytes that are summed into one number."""
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's bytes. They are summed on its device with odd weights; only the sums are hashed here."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    weights = torch.arange(1, 2 * CHUNK_WORDS, 2, device=data.device)
-    sums = [(chunk * weights[: chunk.numel()]).sum() for chunk in torch.split(words, CHUNK_WORDS)]
-    digest = hashlib.blake2b(data[words.numel() * 8 :].cpu().numpy().tobytes(), digest_size=16)
-    if sums:
-        digest.update(torch.stack(sums).cpu().numpy().tobytes())
-    return digest.hexdigest()

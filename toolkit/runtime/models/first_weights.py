@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from toolkit.errors import BadInput
+from toolkit.runtime.distributed.weight_digests import compare, digest
 from toolkit.runtime.models.parameter_shards import layout_of, own_slice
 from toolkit.runtime.models.stored_tensors import Stored, TensorFile, flat_range, full_tensor, own_part
 
@@ -136,12 +140,44 @@ class HostWeights:
 
 
 class AdaptedWeights:
-    """Weights of a model with LoRA adapters: the base's from its source, the adapters' as peft has drawn them."""
+    """Weights of a model with LoRA adapters: the base's from its source, the adapters' as peft has drawn them.
 
-    def __init__(self, base: Weights, model: torch.nn.Module) -> None:
+    `principal`: adapters start as the largest singular vectors of their weights, which the frozen weights then lack.
+    """
+
+    def __init__(self, base: Weights, model: torch.nn.Module, *, principal: bool = False) -> None:
         self._base = base
         self._own = {name: p.detach() for name, p in model.named_parameters() if _is_adapter(name)}
+        self._taken: dict[str, _Product] = {}
+        """Base weight → the product of its adapter's matrices, which it lacks."""
+        if principal:
+            self._take_principal_parts(model)
         self._fill_magnitudes(model)
+
+    def _take_principal_parts(self, model: torch.nn.Module) -> None:
+        """PiSSA, as peft 0.21's `pissa_niter_4` computes it, one weight at a time."""
+        for name in [name for name in self._own if ".lora_A." in name]:
+            place, second = name.split(".lora_A.")[0], name.replace(".lora_A.", ".lora_B.")
+            layer: Any = model.get_submodule(place)
+            if "parameter_name" in vars(layer):
+                what = (
+                    "pissa is for linear layers; name these in model.lora.targets, or use zero for experts and routers"
+                )
+                raise BadInput("model.lora.start", what)
+            base = _base_name(f"{place}.weight")
+            ((_, weight),) = self._base.read([base])
+            matrix = weight.float().T if layer.fan_in_fan_out else weight.float()
+            scale, rank = layer.scaling["default"], layer.r["default"]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(zlib.crc32(base.encode()))
+                left, sizes, right = torch.svd_lowrank(matrix, rank, niter=PRINCIPAL_ITERATIONS)
+            root = (sizes / scale).sqrt()
+            self._own[name], self._own[second] = (root[:, None] * right.T).contiguous(), (left * root).contiguous()
+            self._taken[base] = _Product(self._own[second], self._own[name], scale, layer.fan_in_fan_out)
+
+    def taken(self) -> dict[str, torch.Tensor]:
+        """First values of adapters whose base lacks them, by name; empty for adapters that start at zero."""
+        return self._own if self._taken else {}
 
     def _fill_magnitudes(self, model: torch.nn.Module) -> None:
         """DoRA's row lengths, which peft has taken of a base without values."""
@@ -152,19 +188,19 @@ class AdaptedWeights:
             self._own[name] = torch.linalg.norm(weight.float(), dim=across)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._either(names, self._own.__getitem__, lambda base, own: self._base.read(base))
+        yield from self._either(names, lambda name, full: full, lambda base, own: self._base.read(base))
 
     def read_ranges(self, ranges: Mapping[str, Ranges]) -> Iterator[tuple[str, list[torch.Tensor]]]:
         yield from self._either(
             ranges,
-            lambda name: [self._own[name].flatten()[low:high] for low, high in ranges[name]],
+            lambda name, full: [full.flatten()[low:high] for low, high in ranges[name]],
             lambda base, own: self._base.read_ranges({name: ranges[own[name]] for name in base}),
         )
 
     def read_slices(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._either(
             parameters,
-            lambda name: own_slice(parameters[name], self._own[name]),
+            lambda name, full: own_slice(parameters[name], full),
             lambda base, own: self._base.read_slices({name: parameters[own[name]] for name in base}),
         )
 
@@ -172,15 +208,21 @@ class AdaptedWeights:
         self._base.fill_buffers(model.get_submodule(ADAPTED.removesuffix(".")))
 
     def _either(
-        self, names: Iterable[str], own: Callable[[str], Any], read: Callable[[Any, Any], Any]
+        self, names: Iterable[str], cut: Callable[[str, torch.Tensor], Any], read: Callable[[Any, Any], Any]
     ) -> Iterator[Any]:
-        """Adapters from memory, everything else from the base; a head that peft has copied is read once per copy."""
+        """Adapters from memory, everything else from the base; a head that peft has copied is read once per copy.
+
+        `cut` takes from a full tensor what is wanted of it."""
         rounds: list[dict[str, str]] = []
         for name in names:
             if name in self._own:
-                yield name, own(name)
+                yield name, cut(name, self._own[name])
                 continue
             base = _base_name(name)
+            if base in self._taken:
+                ((_, full),) = self._base.read([base])
+                yield name, cut(name, self._taken[base].less(full))
+                continue
             free = next((one for one in rounds if base not in one), None)
             if free is None:
                 rounds.append(free := {})
@@ -190,12 +232,29 @@ class AdaptedWeights:
                 yield one[base], value
 
 
+@dataclass(frozen=True)
+class _Product:
+    """What an adapter has taken over from its base weight."""
+
+    second: torch.Tensor
+    first: torch.Tensor
+    scale: float
+    transposed: bool
+
+    def less(self, full: torch.Tensor) -> torch.Tensor:
+        """The weight without it."""
+        product = self.scale * (self.second @ self.first)
+        return (full.float() - (product.T if self.transposed else product)).contiguous()
+
+
 def _cut(weights: Weights, parameters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's slices of full parameters."""
     for name, full in weights.read(parameters):
         yield name, own_slice(parameters[name], full)
 
 
+PRINCIPAL_ITERATIONS = 4
+"""Power iterations of the approximate singular values, as in peft's `pissa_niter_4`."""
 MAGNITUDE = "lora_magnitude_vector"
 """peft's name of DoRA's row lengths."""
 ADAPTED = "base_model.model."
@@ -288,3 +347,17 @@ def _initialise(module: torch.nn.Module, model: PreTrainedModel) -> None:
     for child in module.children():
         _initialise(child, child if isinstance(child, PreTrainedModel) else model)
     model._init_weights(module)
+
+
+def check_same_weights(named: Mapping[str, torch.nn.Parameter]) -> None:
+    """Stop if ranks that hold the same parameter, or the same slice of it, start with different values.
+
+    Data, sequence, expert and tensor ranks hold copies. Under ZeRO 3 no other rank holds the same shard: there a second
+    rank hashes the shard as its own source has it (`zero3_start.py`).
+    """
+    compare({(name, _slice(parameter)): digest(parameter) for name, parameter in named.items()})
+
+
+def _slice(parameter: torch.nn.Parameter) -> str:
+    layout = layout_of(parameter)
+    return f"slice {layout.index} of {layout.ranks} along {layout.dim}" if layout else ""

@@ -42,16 +42,13 @@ class Layout:
 
     def region(self) -> Region:
         """Elements of the full parameter that the slice holds, in the slice's order."""
-        ranges = self.ranges()
-        length = ranges[0][1] - ranges[0][0]
+        begin, end = self.ranges()[0]
         inner = math.prod(self.shape[self.dim + 1 :])
-        stride, outer = self.shape[self.dim] * inner, math.prod(self.shape[: self.dim])
-        starts = [first * inner for first, _ in ranges]
-        if length == 0 or inner == 0:
+        pieces = math.prod(self.shape[: self.dim]) * self.packs
+        if end == begin or inner == 0:
             return ()
-        if self.packs == 1:
-            return (StridedRange(starts[0], length * inner, stride if outer > 1 else 0, outer),)
-        return tuple(StridedRange(row * stride + start, length * inner) for row in range(outer) for start in starts)
+        stride = self.shape[self.dim] // self.packs * inner
+        return (StridedRange(begin * inner, (end - begin) * inner, stride if pieces > 1 else 0, pieces),)
 
 
 def shares(total: int, ranks: int) -> list[int]:

@@ -58,7 +58,8 @@ class Stored(Protocol):
 class TensorFile:
     """One safetensors file."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, mapped: bool = False) -> None:
+        """`mapped`: tensors are pages of the file, which become copies when they are written to."""
         self.path = path
         self._file = Path(path).open("rb", buffering=0)  # noqa: SIM115 - open as long as this object lives
         length = int.from_bytes(self._file.read(8), "little")
@@ -71,6 +72,7 @@ class TensorFile:
         except (ValueError, AttributeError):
             raise _broken(path, "its header is not a JSON object") from None
         self._start, self._bytes = 8 + length, size - 8 - length
+        self._pages = torch.from_file(path, shared=False, size=size, dtype=torch.uint8) if mapped else None
 
     def names(self) -> list[str]:
         """Names of its tensors."""
@@ -90,6 +92,8 @@ class TensorFile:
 
     def read(self, dtype: torch.dtype, offset: int, elements: int) -> torch.Tensor:
         """Consecutive elements from an offset."""
+        if self._pages is not None and offset % dtype.itemsize == 0:
+            return self._pages[offset : offset + elements * dtype.itemsize].view(dtype)
         data = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
         target = memoryview(data.numpy())  # type: ignore[arg-type]
         self._file.seek(offset)
@@ -192,12 +196,13 @@ class ConvertedTensor:
         return self._conversion.convert()[self._name][first:last]
 
 
-def stored_tensors(model: PreTrainedModel, files: Mapping[str, str]) -> dict[str, Stored]:
+def stored_tensors(model: PreTrainedModel, files: Mapping[str, str], *, mapped: bool = False) -> dict[str, Stored]:
     """The parameters and buffers of a model that a checkpoint has, under the model's names and in its shapes.
 
-    `files`: tensor name → file. Names follow transformers 5.22's own table of renamings and conversions.
+    `files`: tensor name → file; `mapped`: as in `TensorFile`. Names follow transformers 5.22's own table of renamings
+    and conversions.
     """
-    opened = {path: TensorFile(path) for path in sorted(set(files.values()))}
+    opened = {path: TensorFile(path, mapped=mapped) for path in sorted(set(files.values()))}
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]

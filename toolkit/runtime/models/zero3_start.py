@@ -9,7 +9,6 @@ losses would differ in the fifth digit. So only its conversion of single paramet
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,13 +17,13 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from transformers import PreTrainedModel
 
 from toolkit.recipe.model_section import Model
-from toolkit.runtime.distributed.process_group import gather_objects
+from toolkit.runtime.distributed.weight_digests import compare, digest
 from toolkit.runtime.models.build import hollow_model, weights_of
 from toolkit.runtime.models.first_weights import Weights
 from toolkit.runtime.models.parameter_shards import Sites, sites
 
-SAMPLE_ELEMENTS = 1024
-"""First elements of every parameter that all ranks read and compare."""
+Hashed = tuple[tuple[str, str], str]
+"""(Parameter, part of it), digest."""
 
 
 def sharded_model(section: Model, seed: int, config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
@@ -44,40 +43,62 @@ def _fill(model: torch.nn.Module, weights: Weights, config: Mapping[str, Any], d
         # released weights would stay in memory: rehearsed for Llama 8B, 14.1 GiB of them instead of 1.9.
         init._enable_mem_efficient_linear()
     parameters = dict(model.named_parameters())  # shared ones appear once, under their first name
-    digest = hashlib.blake2b(digest_size=16)
     if shards.needs_full:
-        for name, full in weights.read(parameters):
-            digest.update(sample_bytes(full.flatten()[:SAMPLE_ELEMENTS], dtype))
-            shards.convert(parameters[name], full)
+        hashed = _convert_full(weights, parameters, shards, dtype)
     else:
         own = {name: shards.convert(parameter) for name, parameter in parameters.items()}
-        for sample in _read_own(weights, own):
-            digest.update(sample_bytes(sample, dtype))
+        hashed = _read_own(weights, own, dtype)
+    compare(dict(hashed))
     weights.fill_buffers(model)
-    _check_same(digest.hexdigest())
+
+
+def _convert_full(
+    weights: Weights, parameters: Mapping[str, torch.nn.Parameter], shards: _Shards, dtype: torch.dtype
+) -> Iterator[Hashed]:
+    """Cut every parameter into shards; all ranks read, and hash, all of it."""
+    for name, full in weights.read(parameters):
+        yield (name, ""), digest(full.to(dtype))
+        shards.convert(parameters[name], full)
 
 
 class _Shard:
     """One parameter's shard on this rank."""
 
-    def __init__(self, parameter: torch.nn.Parameter, rank: int) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, rank: int, ranks: int) -> None:
         self._tensor: torch.Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
-        self.numel: int = parameter.ds_numel  # type: ignore[attr-defined]
+        self._numel: int = parameter.ds_numel  # type: ignore[attr-defined]
+        self._ranks, self.number, self.other = ranks, rank, (rank + ranks // 2) % ranks
+        """`other`: whose shard this rank hashes, too. With several hosts, it is on another one, with its own files."""
+
+    def elements(self, number: int) -> tuple[int, int]:
+        """First and last + 1 of a rank's elements in the flattened parameter; the rest of the shard is padding."""
         size = self._tensor.numel()
-        self.elements = (min(rank * size, self.numel), min((rank + 1) * size, self.numel))
-        """First and last + 1 of this rank's elements in the flattened parameter; the rest of the shard is padding."""
+        return min(number * size, self._numel), min((number + 1) * size, self._numel)
 
-    def fill(self, elements: torch.Tensor) -> None:
-        """Write this rank's elements."""
-        self._tensor.view(-1)[: elements.numel()].copy_(elements)
+    def fill(self, elements: torch.Tensor) -> str:
+        """Write this rank's elements; returns the digest of what it then holds."""
+        held = self._tensor.view(-1)[: elements.numel()]
+        held.copy_(elements)
+        return digest(held)
+
+    def part(self, number: int) -> str:
+        """Name of a rank's shard."""
+        return f"shard {number} of {self._ranks}"
 
 
-def _read_own(weights: Weights, shards: Mapping[str, _Shard]) -> Iterator[torch.Tensor]:
-    """Fill every shard with this rank's elements; yields the first elements of each parameter, to be compared."""
-    ranges = {name: (shard.elements, (0, min(SAMPLE_ELEMENTS, shard.numel))) for name, shard in shards.items()}
-    for name, (elements, sample) in weights.read_ranges(ranges):
-        shards[name].fill(elements)
-        yield sample
+def _read_own(weights: Weights, shards: Mapping[str, _Shard], dtype: torch.dtype) -> Iterator[Hashed]:
+    """Fill every shard with this rank's elements.
+
+    Yields its digest, and that of another rank's shard as this rank's source has it. So every shard has two digests,
+    from two ranks, at the price of reading twice as many elements; reading all would take as many times more as there
+    are ranks.
+    """
+    ranges = {name: [shard.elements(shard.number), shard.elements(shard.other)] for name, shard in shards.items()}
+    for name, (own, other) in weights.read_ranges(ranges):
+        shard = shards[name]
+        yield (name, shard.part(shard.number)), shard.fill(own)
+        if shard.other != shard.number:
+            yield (name, shard.part(shard.other)), digest(other.to(dtype))
 
 
 class _Shards:
@@ -105,19 +126,5 @@ class _Shards:
         # Private in DeepSpeed 0.19.8; what `Init` does for each parameter of a new module, without its broadcast.
         self._init._convert_to_deepspeed_param(parameter)
         parameter.partition()  # type: ignore[attr-defined]
-        return _Shard(parameter, self._init._partition_rank(parameter))
-
-
-def sample_bytes(elements: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """Elements in the run's precision, to be compared between ranks."""
-    return elements.detach().to(dtype).cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _check_same(digest: str) -> None:
-    """Stop if ranks read different weights: their shards would be those of different models."""
-    for rank, other in enumerate(gather_objects(digest)):
-        if other != digest:
-            raise RuntimeError(
-                f"rank {rank} reads other weights than this rank; "
-                "check that every rank has the same recipe, seed, library versions and model files"
-            )
+        init = self._init
+        return _Shard(parameter, init._partition_rank(parameter), init._partition_world_size(parameter))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -14,13 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from toolkit.runtime.rehearsal import reads
-from toolkit.runtime.rehearsal.fake_device import is_on_device, waits
-from toolkit.runtime.rehearsal.known_results import Call, KnownResults
-from toolkit.runtime.rehearsal.reads import call_site
-from toolkit.runtime.rehearsal.report import PARTS, WIDE, Collective, Key, LargeTensor, Moment, Phase
+from toolkit.runtime.rehearsal.fake_device import waits
+from toolkit.runtime.rehearsal.known_results import SLICE, Call, KnownResults, sliced
+from toolkit.runtime.rehearsal.reads import ANSWERS, INSIDE, call_site
+from toolkit.runtime.rehearsal.report import PARTS, WIDE, Collective, Group, Key, LargeTensor, Moment, Phase
 
-aten = torch.ops.aten
 DEVICE = torch.ops.prim.device.default
 LARGEST = 10
 """Tensors at the peak that are listed."""
@@ -42,11 +42,25 @@ class Storage:
     part: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    where: str
+    operator: Any
+    place: str
+    """Module or line of code."""
+    reference: Any
+    """Tells when it is freed."""
+
+    @property
+    def where(self) -> str:
+        """Operator and place."""
+        return f"{self.operator} {self.place}"
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator of a rank, in the forward pass and in autograd's thread."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. torch 2.13 would enter and leave a guard around every operator: 20 µs each."""
+        return False
 
     def __init__(
         self, device: str, results: KnownResults, vocabulary: Iterable[int], lengths: Iterable[int] = ()
@@ -70,6 +84,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = {"cpu": 0, device: 0}
         self._by_part = dict.fromkeys(PARTS, 0)
         self._at_peak = False
+        self._groups: dict[str, Group] = {}
         self._results = results
         self._operator: Any = ""
         self._begin()
@@ -79,7 +94,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._started = time.process_time()
         self._peaks = dict(self._now)
         self._snapshot: list[Storage] = list(self.live.values())
-        self._peak_at = ""
+        self._peak_at: tuple[Any, ...] = ()
         self._operators = 0
         self._counts: dict[Key, int] = {}
         self._repeated: dict[Key, float] = {}
@@ -105,7 +120,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             repeated={key: count / micro_batches for key, count in self._repeated.items()},
             collectives=self._collectives,
             parts=parts,
-            peak_at=self._peak_at,
+            peak_at=" ".join(map(str, self._peak_at)),
             largest=[
                 LargeTensor(s.shape, str(s.dtype).removeprefix("torch."), s.bytes, s.part, s.where)
                 for s in own[:LARGEST]
@@ -161,12 +176,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         answer = ANSWERS.get(func)
         if answer is not None:
             out = answer(self, args, kwargs)
+            if isinstance(out, torch.Tensor):
+                self._operator = func
+                self.count(out)
             if out is not NotImplemented:
                 return out
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, kwargs)
+            if func in self._results.collectives and self.device != "cpu":
+                return self._results.collectives[func].again(args)
+        if func is SLICE and not kwargs and type(args[0]) is FakeTensor and args[0].constant is None:
+            out = sliced(*args).made(args[:1], args[0].fake_mode)
+            self.count(out)
+            return out
         held = self._held_inside(func, args)
-        call = Call(func, args, kwargs)
+        call = Call(func, args, kwargs, self._results.mode)
         known = self._results.find(call)
         if known is not None:
             out = known.made(call.tensors, call.mode)
@@ -189,7 +213,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = flop_registry.get(func._overloadpacket)
         flops = int(counted(*args, **kwargs, out_val=out)) if counted is not None else 0
         self.add_flops(flops)
-        self._results.learn(call, out, flops)
+        self._results.learn(func, call, out, flops)
         return out
 
     def _held_inside(self, func: Any, args: Any) -> list[torch.Tensor]:
@@ -213,10 +237,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         size, shape = storage.nbytes(), tuple(tensor.shape)
         site = call_site()
-        where = f"{self._operator} in {self.module or site}" if self.part != "optimizer" else f"{self._operator} {site}"
+        place = site if self.part == "optimizer" else f"in {self.module or site}"
         if sum(one in self._lengths for one in shape) > 1:
             self._add(("square", f"{list(shape)} by {self._operator} at {site}"), 1)
-        made = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, where)
+        freed = weakref.ref(storage, functools.partial(self._drop, key))
+        made = Storage(device, size, self._part_of(shape, site), shape, tensor.dtype, self._operator, place, freed)
         self.live[key] = made
         self._now[device] = now = self._now[device] + size
         if device == self.device:
@@ -225,8 +250,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if now > self._peaks[device]:
             self._peaks[device] = now
             if device == self.device:
-                self._at_peak, self._peak_at = True, f"{where} at {site}" if site else where
-        weakref.finalize(storage, self._drop, key)
+                self._at_peak = True
+                self._peak_at = (self._operator, place, "at", site) if site else (self._operator, place)
 
     def _note_moment(self, moment: Moment, now: int) -> None:
         known = self._moments.get(moment)
@@ -244,7 +269,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "buckets"
         return "temporary" if self.part == "optimizer" else self.part
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: int, _reference: Any) -> None:
         self._note_peak()
         storage = self.live.pop(key, None)
         if storage is not None:
@@ -269,23 +294,30 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(value, list | tuple):
                 sides.append([one for one in _flat(value) if isinstance(one, torch.Tensor)])
             elif isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-                group = td.ProcessGroup.unbox(value)
+                group = self._group(td.ProcessGroup.unbox(value))
             elif isinstance(value, int) and not isinstance(value, bool):
                 numbers.append(value)
         # Inputs and outputs are given: the larger side is what is gathered, or what is reduced.
         tensors = max(sides, key=lambda side: sum(one.numel() for one in side), default=[])
         call = Collective(
             kind=kind.rstrip("_"),
-            ranks=tuple(td.get_process_group_ranks(group)) if group is not None else (),
+            ranks=group if group is not None else Group(),
             dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
             numel=sum(tensor.numel() for tensor in tensors),
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             peer=numbers[0] if kind in PEERS and numbers else None,
-            site=call_site(2),
+            site=sys.intern(call_site(2)),
         )
         self._collectives.append(call)
         self._add(("calls", call.kind, call.ranks, call.site), 1)
         self._add(("bytes", call.kind, call.ranks, call.site), call.bytes)
+
+    def _group(self, group: td.ProcessGroup) -> Group:
+        """The ranks of a group: one object however often it is used."""
+        known = self._groups.get(group.group_name)
+        if known is None:
+            known = self._groups[group.group_name] = Group(td.get_process_group_ranks(group))
+        return known
 
     def copied(self, source: Any, target: str, blocking: bool) -> None:
         """Count a copy between host and device."""
@@ -304,70 +336,3 @@ def _flat(values: Iterable[Any]) -> Iterable[Any]:
             yield from _flat(value)
         else:
             yield value
-
-
-def _scalar(ledger: Ledger, args: Any, kwargs: Any) -> Any:
-    tensor = args[0]
-    if not isinstance(tensor, FakeTensor):
-        return NotImplemented
-    if is_on_device(tensor):
-        ledger.wait("item")
-    return tensor.constant.item() if tensor.constant is not None else reads.number(tensor.dtype)
-
-
-def _equal(ledger: Ledger, args: Any, kwargs: Any) -> Any:
-    if is_on_device(args[0]):
-        ledger.wait("equal")
-    return bool(reads.number(torch.bool))
-
-
-def _nonzero(ledger: Ledger, args: Any, kwargs: Any) -> Any:
-    """As many rows as there can be."""
-    if is_on_device(args[0]):
-        ledger.wait("nonzero")
-    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
-
-
-def _to_copy(ledger: Ledger, args: Any, kwargs: Any) -> Any:
-    if kwargs.get("device") is not None:
-        ledger.copied(args[0], torch.device(kwargs["device"]).type, not kwargs.get("non_blocking"))
-    return NotImplemented
-
-
-def _copy(ledger: Ledger, args: Any, kwargs: Any) -> Any:
-    if isinstance(args[0], FakeTensor) and isinstance(args[1], torch.Tensor):
-        waiting = not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
-        ledger.copied(args[1], args[0].fake_device.type, waiting)
-    return NotImplemented
-
-
-def _reduce_scatter_copies(args: Any) -> list[torch.Tensor]:
-    """gloo (torch 2.13) sums a reduce-scatter in a copy of its input."""
-    return [args[1].clone()]
-
-
-def _attention_workspace(args: Any) -> list[torch.Tensor]:
-    """torch 2.13's flash kernel for CPUs: scores of a block and their gradients per thread; rows of the gradient."""
-    gradient, query, key = args[:3]
-    tokens = query.shape[2]
-    block = (256 if tokens >= 768 else 64 if tokens >= 192 else 32) * min(512, key.shape[2])
-    scores = [query.new_empty(2 * torch.get_num_threads() * block, dtype=torch.float32)]
-    if query.dtype != torch.float32:
-        scores.append(torch.empty_like(scores[0], dtype=query.dtype))
-    rows = gradient.transpose(1, 2)
-    return scores if rows.is_contiguous() else [*scores, rows.contiguous()]
-
-
-INSIDE = {
-    torch.ops.c10d._reduce_scatter_base_.default: _reduce_scatter_copies,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_workspace,
-}
-"""Operators that allocate more than their results on a CPU."""
-ANSWERS = {
-    aten._local_scalar_dense.default: _scalar,
-    aten.equal.default: _equal,
-    aten.nonzero.default: _nonzero,
-    aten._to_copy.default: _to_copy,
-    aten.copy_.default: _copy,
-}
-"""Operators whose result is a number that the host reads, or that move bytes between host and device."""

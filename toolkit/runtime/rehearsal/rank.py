@@ -14,6 +14,7 @@ import torch.distributed as td
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from toolkit.recipe.objective_sections import PROMPT_SHARE
 from toolkit.recipe.schedules import make_schedule
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.checkpoint.fragments import share
@@ -33,15 +34,15 @@ from toolkit.runtime.rehearsal.report import Phase, RehearsalSpec, RoleReport
 from toolkit.runtime.rehearsal.watch import PhaseClock, inner, label, models, watch_gradients, watch_modules
 
 
-def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] | None = None) -> RoleReport:
+def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, shapes: stand_ins.Shapes | None = None) -> RoleReport:
     """Rehearse one rank in this process, which must not be used for anything else afterwards."""
-    began, said = time.perf_counter(), list[Any]()
+    began = time.perf_counter()
     cpu = time.process_time()
     td.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     local = World(rank=rank, size=world, local_rank=0, local_size=min(spec.local_size, world))
     process_group.adopt(local)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    stand_ins.install(spec, local, heard or [], said)
+    stand_ins.install(spec, local, shapes or stand_ins.Shapes())
     lengths = _lengths(spec)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = "cpu" if spec.backend == "cpu" else fake_device.NAME
@@ -74,7 +75,6 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, heard: list[Any] |
         ran_layers=(layers,),
         ran_micro_batches=spec.plan.grad_accum,
         tells_lengths=spec.seq_len in lengths,
-        sent=said[:1],
     )
 
 
@@ -139,7 +139,9 @@ def _lengths(spec: RehearsalSpec) -> set[int]:
     """Lengths of a row, of its documents, of a rank's part of it and of all rows, but for sizes of the model itself."""
     if spec.rows == "image":
         return set()
-    rows = [spec.seq_len, spec.seq_len // spec.plan.token_parts, *_row_lengths(spec)]
+    spans = _row_lengths(spec)
+    complete = [spans[0] + rest for rest in spans[1:]] if spec.rows == "pairs" else []
+    rows = [spec.seq_len, spec.seq_len // spec.plan.token_parts, *spans, *complete]
     config = load_config(spec.model).get_text_config()
     own = {size for parameter in skeleton(spec.model).parameters() for size in parameter.shape}
     own |= {getattr(config, name, None) or 0 for name in ("head_dim", "num_attention_heads", "num_key_value_heads")}
@@ -167,7 +169,7 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
         more = {"scores": given, "keys": given.long()} if spec.texts > 1 else {}
         labels = torch.zeros(samples, dtype=torch.long)
         return MicroBatch(numbers(), labels, numbers(), documents=_documents(spec), **more)
-    positions = numbers() if spec.rows == "packed" else None
+    positions = numbers() if spec.rows in ("packed", "pairs") else None
     mask = numbers() if spec.rows == "padded" else None
     found = MicroBatch(numbers(), numbers(), mask, positions, documents=_documents(spec))
     distill = spec.train.distill
@@ -182,6 +184,8 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
 def _documents(spec: RehearsalSpec) -> Documents:
     """Bounds can't be read from fake tensors: packed rows hold two documents, padded rows end in padding."""
     row = _row_lengths(spec)
+    if len(row) == 3:
+        return Documents.of_pairs(row * _num_rows(spec), _num_rows(spec))
     return Documents.of_lengths(row * _num_rows(spec), _num_rows(spec), spec.rows in ("padded", "text"))
 
 
@@ -191,6 +195,10 @@ def _num_rows(spec: RehearsalSpec) -> int:
 
 
 def _row_lengths(spec: RehearsalSpec) -> list[int]:
-    """Tokens of each document of a row."""
+    """Tokens of each document of a row; of what two documents share, and of the rest of both."""
+    if spec.rows == "pairs":
+        shared = int(spec.seq_len * PROMPT_SHARE)
+        rest = (spec.seq_len - shared) // 2
+        return [shared, rest, spec.seq_len - shared - rest]
     cut = spec.seq_len // 2 if spec.rows == "packed" else spec.seq_len - 1 if spec.rows in ("padded", "text") else 0
     return [length for length in (cut, spec.seq_len - cut) if length]

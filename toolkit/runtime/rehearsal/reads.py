@@ -1,4 +1,4 @@
-"""Numbers that the host reads from fake tensors: every place in the code that may ask has a known answer.
+"""Operators that a ledger does not just run, above all those that read numbers: every place that may has an answer.
 
 A number that is read decides a branch, so a wrong answer would rehearse another run: a 1 for DeepSpeed's overflow flag
 skips every update, and optimizer states are never made. A read at an unknown place ends the rehearsal with its name.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from toolkit.runtime.rehearsal.fake_device import is_on_device, waits
 
+aten = torch.ops.aten
 SKIPPED = (
     "/torch/",
     "/deepspeed/comm/",
@@ -130,3 +131,96 @@ def answer_packed_question(packed: bool) -> None:
         return find(position_ids) if packed else None
 
     attention._find_packed = answer  # asked only where the bounds of documents are not known on the host
+
+
+class Counts(Protocol):
+    """What these operators tell a ledger."""
+
+    def wait(self, kind: str) -> None:
+        """The host waits for the device."""
+
+    def copied(self, source: Any, target: str, blocking: bool) -> None:
+        """A tensor is copied to a type of device."""
+
+    def add_flops(self, count: int) -> None:
+        """Floating-point operations."""
+
+
+def _scalar(ledger: Counts, args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return NotImplemented
+    if is_on_device(tensor):
+        ledger.wait("item")
+    return tensor.constant.item() if tensor.constant is not None else number(tensor.dtype)
+
+
+def _equal(ledger: Counts, args: Any, kwargs: Any) -> Any:
+    if is_on_device(args[0]):
+        ledger.wait("equal")
+    return bool(number(torch.bool))
+
+
+def _nonzero(ledger: Counts, args: Any, kwargs: Any) -> Any:
+    """As many rows as there can be."""
+    if is_on_device(args[0]):
+        ledger.wait("nonzero")
+    return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
+
+
+def _to_copy(ledger: Counts, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("device") is not None:
+        ledger.copied(args[0], torch.device(kwargs["device"]).type, not kwargs.get("non_blocking"))
+    return NotImplemented
+
+
+def _copy(ledger: Counts, args: Any, kwargs: Any) -> Any:
+    if isinstance(args[0], FakeTensor) and isinstance(args[1], torch.Tensor):
+        waiting = not ((len(args) > 2 and args[2]) or kwargs.get("non_blocking"))
+        ledger.copied(args[1], args[0].fake_device.type, waiting)
+    return NotImplemented
+
+
+def _grouped_product(ledger: Counts, args: Any, kwargs: Any) -> Any:
+    """torch 2.13's shape function of grouped products refuses what is not bf16; its kernels do not."""
+    left, right = args[:2]
+    if left.dtype == torch.bfloat16:
+        return NotImplemented
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = (offsets.shape[0],) if left.dim() == right.dim() == 2 else left.shape[:-2] if right.dim() == 3 else ()
+    ledger.add_flops(2 * left.numel() * right.shape[-1])
+    return left.new_empty((*groups, left.shape[-2], right.shape[-1]))
+
+
+def _reduce_scatter_copies(args: Any) -> list[torch.Tensor]:
+    """gloo (torch 2.13) sums a reduce-scatter in a copy of its input."""
+    return [args[1].clone()]
+
+
+def _attention_workspace(args: Any) -> list[torch.Tensor]:
+    """torch 2.13's flash kernel for CPUs: scores of a block and their gradients per thread; rows of the gradient."""
+    gradient, query, key = args[:3]
+    tokens = query.shape[2]
+    block = (256 if tokens >= 768 else 64 if tokens >= 192 else 32) * min(512, key.shape[2])
+    scores = [query.new_empty(2 * torch.get_num_threads() * block, dtype=torch.float32)]
+    if query.dtype != torch.float32:
+        scores.append(torch.empty_like(scores[0], dtype=query.dtype))
+    rows = gradient.transpose(1, 2)
+    return scores if rows.is_contiguous() else [*scores, rows.contiguous()]
+
+
+INSIDE = {
+    torch.ops.c10d._reduce_scatter_base_.default: _reduce_scatter_copies,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_workspace,
+}
+"""Operators that allocate more than their results on a CPU."""
+ANSWERS = {
+    aten._local_scalar_dense.default: _scalar,
+    aten.equal.default: _equal,
+    aten.nonzero.default: _nonzero,
+    aten._grouped_mm.default: _grouped_product,
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: _copy,
+}
+"""Operators whose result is a number that the host reads, that move bytes between host and device, or that torch
+2.13 can't run on fake tensors."""

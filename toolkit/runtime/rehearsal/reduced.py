@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit.plans.pipeline_bounds import even_bounds
 from toolkit.plans.pipeline_orders import layers_by_rank
+from toolkit.plans.plan import Plan
 from toolkit.runtime.rehearsal.report import PARTS, WIDE, LargeTensor, Moment, Phase, RehearsalSpec, RoleReport
 
 SHORT = (3, 4, 5)
@@ -26,6 +27,8 @@ WORTH = 2.0
 TOLERANCE = 1e-3
 """Largest relative distance of the third length from the line."""
 LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_layers", "n_layer", "n_layers")
+EXPERTS = ".experts."
+"""Part of the names of parameters that are divided between expert ranks."""
 MORE_THAN_STAGES = 1
 """Micro-batches beyond the stages of a pipeline: the first stage then holds gradients and a full pipeline at once."""
 MOST_DIFFERENT = 8
@@ -62,7 +65,7 @@ def lengths(spec: RehearsalSpec, kinds: Sequence[Any]) -> tuple[int, ...]:
     prefix, period = _pattern(kinds)
     short = SHORT
     if spec.plan.zero_stage == 3 and spec.plan.pp == 1:
-        least = max(LEAST_ZERO_3, -(-RELEASING_ELEMENTS // max(1, _elements(kinds[-1]))))
+        least = max(LEAST_ZERO_3, -(-RELEASING_ELEMENTS // max(1, _elements(kinds[-1], spec.plan))))
         short = (least, least + 1, least + 2)
     if spec.plan.pp > 1:
         found = short if (prefix, period) == (0, 1) else ()
@@ -85,10 +88,10 @@ def _shards_grow(spec: RehearsalSpec) -> bool:
     return spec.plan.zero_stage in (1, 2) and spec.plan.pp == 1 and spec.plan.zero_group * spec.plan.token_parts > 1
 
 
-def _elements(kind: Any) -> int:
-    """Parameters of a layer that looks like this."""
+def _elements(kind: Any, plan: Plan) -> int:
+    """Parameters that the ranks of a ZeRO group share of a layer that looks like this."""
     shapes, _ = kind
-    return sum(math.prod(shape) for _, shape in shapes)
+    return sum(math.prod(shape) // (plan.ep if EXPERTS in name else plan.tp) for name, shape in shapes)
 
 
 def layer_key(spec: RehearsalSpec, layers: int) -> str | None:

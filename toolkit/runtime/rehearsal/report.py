@@ -27,8 +27,8 @@ def model_part(part: str) -> str:
 
 
 @dataclass(frozen=True)
-class HeadTrials:
-    """What trials with real numbers say about a model's head."""
+class Trials:
+    """What trials with real numbers say about a model."""
 
     reason: str
     """Why the loss needs complete logits; empty: the head computes it in blocks."""
@@ -36,6 +36,8 @@ class HeadTrials:
     """Whether logits are the head's output up to element-wise operations."""
     attention: str
     """Why the model keeps transformers' attention; empty if it uses the toolkit's."""
+    kernels: tuple[str, ...] = ()
+    """Fused operators that a plan for CPUs uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,21 +66,30 @@ class RehearsalSpec:
     evaluates: bool = True
     total_steps: int = 1000
     """Steps of the learning-rate schedule."""
-    head: HeadTrials | None = None
+    trials: Trials | None = None
     """Set before ranks are rehearsed."""
     only_shapes: tuple[int, ...] = ()
-    """Ranks that are run once, with few layers, for the shapes that the next stage receives; they are not reported."""
+    """Ranks that are run, with few layers, until they send the shapes that the next stage receives; not reported."""
     every_layer: bool = False
     """Whether all layers and micro-batches are run; otherwise long models are extrapolated from short ones."""
 
 
-@dataclass(frozen=True)
+class Group(tuple[int, ...]):
+    """Global ranks of a group. Its hash is made once: a group may have all ranks of a cluster."""
+
+    def __hash__(self) -> int:
+        found: int | None = self.__dict__.get("hash")
+        if found is None:
+            found = self.__dict__["hash"] = tuple.__hash__(self)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Collective:
     """One call of a collective, a send or a receive."""
 
     kind: str
-    ranks: tuple[int, ...]
-    """Global ranks of the group."""
+    ranks: Group
     dtype: str
     numel: int
     bytes: int
@@ -181,8 +192,6 @@ class RoleReport:
     ran_micro_batches: int
     tells_lengths: bool = True
     """Whether no size of the model equals the sequence length; otherwise `square_tensors` can't be counted."""
-    sent: list[Any] = field(default_factory=list)
-    """Shapes and types that a pipeline stage sends to the next one."""
 
     @property
     def extrapolated(self) -> bool:

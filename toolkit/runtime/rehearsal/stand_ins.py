@@ -12,20 +12,22 @@ from typing import Any
 import torch
 import torch.distributed as td
 from deepspeed.accelerator import get_accelerator
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 from transformers import PreTrainedModel
 
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.distributed import process_group, rng
 from toolkit.runtime.distributed.process_group import World
+from toolkit.runtime.layers import fused_kernels
 from toolkit.runtime.models import attention, build, head_loss
 from toolkit.runtime.models.build import load_config, skeleton
-from toolkit.runtime.models.first_weights import Ranges
+from toolkit.runtime.models.first_weights import AdaptedWeights, Ranges
 from toolkit.runtime.models.parameter_shards import replace_parameter, sites
 from toolkit.runtime.pipeline import transfers
 from toolkit.runtime.rehearsal import fake_device, reads
 from toolkit.runtime.rehearsal.ledger import Ledger
-from toolkit.runtime.rehearsal.report import HeadTrials, RehearsalSpec
+from toolkit.runtime.rehearsal.report import RehearsalSpec, Trials
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 
 META_NUMBERS = 256
@@ -61,28 +63,31 @@ def import_all() -> None:
         importlib.import_module(module)
 
 
-def head_trials(model: Model) -> HeadTrials:
-    """Try on a tiny model whether the head can compute the loss.
+def make_trials(model: Model) -> Trials:
+    """Try on a tiny model whether the head can compute the loss, and which fused operators agree on a CPU.
 
     The trials compare numbers, which fake tensors do not have: there they would fail, and a run with complete logits
     would be rehearsed. Call in a process that is not forked afterwards: autograd's threads do not survive a fork.
     """
     own = attention.why_not(load_config(model), model.task)
-    return HeadTrials(reason=head_loss.why_not(model), follows=follows_head(model), attention=own)
+    kernels = fused_kernels.kernels_of(model)
+    return Trials(reason=head_loss.why_not(model), follows=follows_head(model), attention=own, kernels=kernels)
 
 
-def remember(trials: HeadTrials) -> None:
+def remember(trials: Trials) -> None:
     """Use the verdicts of trials with real numbers from now on; a trial of its own would need autograd's threads."""
     _replace("toolkit.runtime", "follows_head", lambda section: trials.follows)
     _replace("toolkit.runtime.models.head_loss", "why_not", lambda section: trials.reason)
     _replace("toolkit.runtime.models.attention", "why_not", lambda config, task: trials.attention)
+    _replace("toolkit.runtime.layers", "kernels_of", lambda section: trials.kernels)
 
 
 class EmptyWeights:
     """`Weights` of the right shapes; nothing is drawn or read."""
 
-    def __init__(self, section: Model) -> None:
-        self._like = {name: (p.shape, p.dtype) for name, p in skeleton(section).named_parameters()}
+    def __init__(self, model: torch.nn.Module) -> None:
+        """`model`: a skeleton."""
+        self._like = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Empty tensors on the host."""
@@ -163,12 +168,33 @@ def _packed(shape: tuple[int, ...], device: str) -> Any:
     return packed
 
 
-def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]) -> None:
+class Shapes:
+    """Shapes and types that pipeline stages tell each other."""
+
+    def __init__(self, heard: list[Any] | None = None, tell: Callable[[list[Any]], None] = lambda shapes: None) -> None:
+        """`heard`: what the previous stage has sent; `tell` is called once with what this one sends."""
+        self._heard, self._tell, self._said = heard or [], tell, list[Any]()
+
+    def send(self, shapes: Any) -> None:
+        """Send shapes to the next stage."""
+        self._said.append(shapes)
+        if len(self._said) == 1:
+            self._tell(self._said)
+
+    def receive(self) -> Any:
+        """Shapes from the previous stage.
+
+        With several chunks per rank, the first rank receives from the last one: shapes are those that it has sent.
+        """
+        return (self._heard or self._said)[0]
+
+
+def install(spec: RehearsalSpec, world: World, shapes: Shapes) -> None:
     """Replace what needs real numbers or other ranks: first weights, exchanged objects, shapes between stages.
 
-    `heard`: shapes that the previous stage sent; `said`: what this one sends. docs/rehearsal.md has the list.
+    docs/rehearsal.md has the list.
     """
-    assert spec.head is not None, "trials with real numbers come first"
+    assert spec.trials is not None, "trials with real numbers come first"
     if spec.backend != "cpu":
         _replace("toolkit.runtime", "_on_recent_gpu", lambda: "V100" not in spec.device_name)
         _transfers_as_on_gpus()
@@ -180,12 +206,14 @@ def install(spec: RehearsalSpec, world: World, heard: list[Any], said: list[Any]
     _replace("toolkit.runtime.islands", "ThreadPoolExecutor", AtOnce)
     reads.answer_lists()
     reads.answer_packed_question(spec.rows == "packed")
+    _skeletons()
     _weights()
     if _is_quantized(spec.model):
         _replace("toolkit.runtime", "build_model", quantized_model)
     _objects(world.size)
     _groups(world.rank)
-    _stage_shapes(heard, said)
+    _neighbours()
+    _stage_shapes(shapes)
 
 
 def count_rng_states(ledger: Ledger) -> None:
@@ -251,9 +279,32 @@ def _replace(package: str, name: str, value: Any) -> None:
 
 
 def _weights() -> None:
-    _replace("toolkit.runtime", "open_weights", lambda section, seed: EmptyWeights(section))
+    known: list[tuple[Model, EmptyWeights]] = []  # chunks of a pipeline have the same source
+
+    def open_weights(section: Model, seed: int, empty: Any = None, *, mapped: bool = False) -> EmptyWeights:
+        found = next((weights for own, weights in known if own == section), None) or EmptyWeights(skeleton(section))
+        known.append((section, found))
+        return found
+
+    _replace("toolkit.runtime", "open_weights", open_weights)
+    _replace("toolkit.runtime", "adapted_weights", lambda base, model, lora: AdaptedWeights(base, model))
     _replace("toolkit.runtime", "check_same_weights", lambda model: None)
-    _replace("toolkit.runtime", "sample_bytes", lambda elements, dtype: b"")
+    _replace("toolkit.runtime.models.zero3_start", "digest", lambda tensor: "")
+
+
+def _skeletons() -> None:
+    """Make parameters without bytes as plain ones of the meta device, not as fake ones: six times faster."""
+    make = skeleton
+
+    def made(section: Model) -> PreTrainedModel:
+        with _disable_current_modes():
+            model = make(section)
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.clone()  # fake, and counted
+        return model
+
+    _replace("toolkit.runtime", "skeleton", made)
 
 
 def _objects(world_size: int) -> None:
@@ -277,6 +328,17 @@ def _groups(rank: int) -> None:
     module.new_group = new_group
 
 
+def _neighbours() -> None:
+    """List every rank with its next stage in one pass: DeepSpeed 0.19.8 looks each of 16,384 ranks up in all lists."""
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+    def build(self: Any) -> list[list[int]]:
+        lists = self._topo.get_axis_comm_lists("pipe")
+        return sorted([rank, own[(place + 1) % len(own)]] for own in lists for place, rank in enumerate(own))
+
+    PipelineParallelGrid._build_p2p_groups = build
+
+
 def _transfers_as_on_gpus() -> None:
     """Stages exchange in batches, as over NCCL; torch 2.13 asks which backend the fake device has, and finds none."""
     transfers.BATCHES = (*transfers.BATCHES, "fake")
@@ -284,7 +346,7 @@ def _transfers_as_on_gpus() -> None:
     module.batch_isend_irecv = lambda operations: [one.op(one.tensor, one.peer) for one in operations]
 
 
-def _stage_shapes(heard: list[Any], said: list[Any]) -> None:
+def _stage_shapes(shapes: Shapes) -> None:
     """Shapes travel from stage to stage as numbers in tensors: here they are handed over by the rehearsal."""
     from deepspeed.runtime.pipe import p2p
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -293,13 +355,12 @@ def _stage_shapes(heard: list[Any], said: list[Any]) -> None:
 
     def send(self: Any, buffer: Any, stage: int) -> Any:
         tensors = buffer if isinstance(buffer, tuple) else (buffer,)
-        said.append((isinstance(buffer, tuple), [(list(t.shape), t.dtype) for t in tensors]))
+        shapes.send((isinstance(buffer, tuple), [(list(t.shape), t.dtype) for t in tensors]))
         return send_meta(self, buffer, stage)
 
     def receive(self: Any, stage: int) -> Any:
         p2p.recv(torch.empty(META_NUMBERS, dtype=torch.int32, device=self.device), stage)
-        # With several chunks per rank, the first rank receives from the last one: shapes are those that it has sent.
-        several, specs = (heard or said)[0]
+        several, specs = shapes.receive()
         buffers = [self._allocate_or_extend_buffers(i, shape, dtype) for i, (shape, dtype) in enumerate(specs)]
         return tuple(buffers) if several else buffers[0]
 
