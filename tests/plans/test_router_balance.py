@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from toolkit.errors import BadInput
 from toolkit.plans.job import make_job
-from toolkit.plans.router_balance import WEIGHT, Balance, balance_lines, balance_of
+from toolkit.plans.router_balance import (
+    BALANCED_LOAD,
+    BIASED_LOAD,
+    WEIGHT,
+    Balance,
+    balance_lines,
+    balance_of,
+)
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.objective_sections import Router
 
@@ -38,7 +46,20 @@ LLAMA = {
     ],
 )
 def test_the_recipe_decides_and_then_the_config(section: Router | None, config: Any, expected: Balance) -> None:
-    assert balance_of(section, config) == expected
+    load = BIASED_LOAD if expected.bias_update else BALANCED_LOAD
+    assert balance_of(section, config) == replace(expected, max_over_mean=load)
+
+
+@pytest.mark.parametrize(
+    ("section", "load"),
+    [
+        (Router(max_over_mean=2.0, bias_update=0.001), 2.0),
+        (Router(capacity_factor=1.2), 1.2),
+        (Router(capacity_factor=1.2, max_over_mean=1.1), 1.1),
+    ],
+)
+def test_the_planner_takes_the_given_load_and_no_more_than_the_capacity(section: Router, load: float) -> None:
+    assert balance_of(section, {}).max_over_mean == load
 
 
 def test_a_loss_that_is_turned_off_is_a_line_of_the_plan() -> None:
@@ -49,6 +70,8 @@ def test_a_loss_that_is_turned_off_is_a_line_of_the_plan() -> None:
     (line,) = balance_lines(balance_of(Router(capacity_factor=1.5), {}))
     assert "capacity_factor 1.5" in line
     assert "differs" in line
+    (line,) = balance_lines(balance_of(Router(capacity_factor=4.0), {}), experts_per_visit=4.0)
+    assert "nothing is dropped" in line
     assert not list(balance_lines(Balance()))
 
 

@@ -26,6 +26,8 @@ LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 GATHERED_TOKENS = 2
 """Tensors of all tokens, as wide as the model, when a layer with shares of tokens goes backward: the gathered input of
 its first matrices, and the gradient of it or of the layer's output (rehearsed)."""
+GATHERED_TEXTS = 2
+"""Tensors of all tokens, as wide as the model, where sequence ranks gather complete texts: states and gradient."""
 LIVE_INNER = 2
 """Gradients as wide as the MLP when a layer goes backward: of its inner product and of one factor (rehearsed)."""
 NORMED_QUERIES = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
@@ -73,7 +75,7 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
     scale = e.element_bytes / 2
     if e.residual_shards and e.drops_gradients and shape.experts:
         # Experts compute on all tokens: their gathered input, and tokens sent to them and back (rehearsed for Mixtral).
-        inner += (2 + 4 * shape.experts_per_token * (1 - 1 / part.tp)) * shape.hidden
+        inner += (2 + 4 * e.expert_slots * shape.experts_per_token * (1 - 1 / part.tp)) * shape.hidden
     return tokens * (residual + inner) * scale + score_bytes(e, shape) + _adapted_expert_bytes(e, shape)
 
 
@@ -122,19 +124,25 @@ def _fused_on_host(e: Execution) -> bool:
 def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Bytes per token for queries, keys, values, attention output and inner tensors of the MLP, in 16 bits."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    outputs = 2 if e.sp > 1 else 1  # the output of attention, and the same after the exchange
     if e.drops_gradients and e.model.model_type in SINKS:
         kv = q
-    attention = 2 * ((1 + outputs) * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
+    # The output of attention again after the exchange, and again without the second copy of what documents share.
+    copies = int(e.sp > 1) + int(e.shared_prompt > 0)
+    attention = (1 + e.shared_prompt) * _attended_bytes(shape, q, kv) + 2 * copies * q
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
     frozen = int(_frozen_mlp(e))  # inputs of matrices without gradients are not kept
     tensors = (gated if shape.gated else plain) - frozen
     experts = _expert_tensors(e) - frozen if e.drops_gradients and shape.experts else tensors
-    inner = tensors * shape.ffn + experts * shape.experts_per_token * shape.expert_ffn
+    inner = tensors * shape.ffn + experts * e.expert_slots * shape.experts_per_token * shape.expert_ffn
     # Tokens sent to experts and back.
-    routed = (4 - 2 * frozen) * shape.experts_per_token * shape.hidden if shape.experts else 0
+    routed = (4 - 2 * frozen) * e.expert_slots * shape.experts_per_token * shape.hidden if shape.experts else 0
     return attention + _normed_bytes(e, q + kv) + 2 * inner + routed
+
+
+def _attended_bytes(shape: LayerShape, q: int, kv: int) -> float:
+    """Bytes per token of queries, keys, values, the output of attention and its statistics, in 16 bits."""
+    return 2 * (2 * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
 
 
 def _expert_tensors(e: Execution) -> int:
@@ -199,9 +207,12 @@ def products_bytes(e: Execution) -> float:
 
 def _products(e: Execution, shape: LayerShape) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    inner = shape.ffn + shape.experts_per_token * shape.expert_ffn
-    outputs = 2 * shape.experts_per_token * shape.hidden if shape.experts else 0  # of experts, before they are summed
-    sharded = 2 * (2 * q + 2 * kv + (2 if shape.gated else 1) * inner) + FLASH_STATS_BYTES * shape.heads
+    inner = shape.ffn + e.expert_slots * shape.experts_per_token * shape.expert_ffn
+    outputs = (
+        2 * e.expert_slots * shape.experts_per_token * shape.hidden if shape.experts else 0
+    )  # of experts, before they are summed
+    attended = (1 + e.shared_prompt) * _attended_bytes(shape, q, kv)
+    sharded = attended + 2 * (2 if shape.gated else 1) * inner
     tensors = 2 if e.zero_stage == 3 and e.drops_gradients else 1  # DeepSpeed's own linear layer needs the last one
     if e.residual_shards and e.drops_gradients:
         tensors = 0  # computed again, with its reduce-scatter
@@ -265,7 +276,7 @@ def expert_moments(e: Execution) -> tuple[tuple[float, float], ...]:
     when the inner tensors are gone but for their gradient. Adapted experts are new tensors in every pass, and so are
     their gradients.
     """
-    rows = e.element_bytes * e.slice.tokens * e.model.experts_per_token
+    rows = e.element_bytes * e.slice.tokens * e.expert_slots * e.model.experts_per_token
     inner = rows * e.model.expert_ffn / e.tp
     down = _recomputed(e) + inner + rows * e.model.hidden
     if e.lora_rank:
@@ -289,7 +300,7 @@ def _recomputed(e: Execution) -> float:
 def _inner_gradient(e: Execution) -> float:
     """Bytes of a gradient as wide as the MLP."""
     model = e.model
-    inner = max(model.ffn, model.shared_ffn + model.experts_per_token * model.expert_ffn) / e.tp
+    inner = max(model.ffn, model.shared_ffn + e.expert_slots * model.experts_per_token * model.expert_ffn) / e.tp
     return e.element_bytes * e.slice.tokens * max(inner, model.hidden)
 
 
@@ -304,6 +315,8 @@ def logit_bytes(e: Execution) -> float:
         return _block_loss_bytes(e) + head_gradient_bytes(e)
     own = e.element_bytes == 4 or e.drops_gradients  # the toolkit's loss takes fp32 logits; 16-bit ones are freed
     each = FP32_LOGIT_BYTES if own else LOGIT_BYTES[e.software.fusion]
+    if e.complete_texts and e.sp > 1:
+        return e.sp * e.slice.tokens * (each * e.model.vocab / e.tp + GATHERED_TEXTS * e.element_bytes * e.model.hidden)
     return each * e.slice.tokens * e.model.vocab / e.tp
 
 

@@ -246,7 +246,7 @@ def traffic_bytes(e: Execution) -> dict[str, float]:
     again, passes = e.recompute.traffic, e.layers_per_stage * e.grad_accum
     hidden = e.element_bytes * e.slice.tokens * e.model.hidden
     heads = (2 * e.model.heads + 2 * max(e.model.kv_heads, e.sp)) * e.model.head_dim / e.tp
-    visits = passes * e.model.moe_layers / e.model.layers * e.model.experts_per_token
+    visits = passes * e.model.moe_layers / e.model.layers * e.model.experts_per_token * e.expert_slots
     reduced = 2 * (2 + again)  # all-reduces per layer
     if e.residual_shards:  # gathers and reduce-scatters; a repetition ends before the last of them
         reduced = 10 + 3 * math.ceil(again)

@@ -78,6 +78,8 @@ class Execution:
     """Ranks that share the matrices of an expert; 0: as many as `tp`."""
     expert_load: float = 1.0
     """Tokens of the busiest expert-parallel rank relative to the mean."""
+    expert_slots: float = 1.0
+    """Rows that experts on several ranks get, full or empty, relative to the visits of tokens."""
     experts_whole: bool = False
     """Whether every tensor-parallel rank holds the matrices of its experts whole, and computes all their tokens."""
     zero_stage: int = 0
@@ -105,6 +107,10 @@ class Execution:
     optimizer: str = "adamw"
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    complete_texts: bool = False
+    """Whether the head reads complete texts."""
+    shared_prompt: float = 0.0
+    """Share of the tokens that two documents of a row have in common; attention sees them in both."""
     first_passes: int = 0
     """Forward passes over the global batch in each step before the one that is trained on."""
     live_reference: bool = False
@@ -298,16 +304,26 @@ def lora_params(model: ModelSpec, rank: int, targets: str = "all") -> int:
     return rank * (attention + matrices * (dense + shared) + routed)
 
 
+def _expert_load(plan: Plan, job: Job, slots: float) -> float:
+    """Load of the busiest rank; with a limit every rank gets and computes the same slots."""
+    balance = job.workload.balance
+    if balance.capacity_factor or plan.ep == 1:
+        return slots
+    return balance.busiest_rank(job.model.experts / plan.ep)
+
+
 def of_plan(plan: Plan, job: Job) -> Execution:
     """The execution of a plan by DeepSpeed with a Hugging Face model."""
     work = job.workload
     reduces_early = plan.zero_stage > 0 and plan.pp == 1 and not accumulates_apart(plan)
     overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
+    slots = work.balance.expert_slots(job.model.experts, job.model.experts_per_token) if plan.ep > 1 else 1.0
     compiled = work.compiled and job.cluster.device.backend != "cpu"  # no gain was measured on CPUs
+    own = job.model.full_scores
     software = _deepspeed(
-        flash=work.flash_generation if work.flash_attention else 0,
+        flash=work.flash_generation if work.flash_attention and not own else 0,
         dp_overlap=overlap,
-        fusion="compiled" if compiled else "kernels" if work.fused_kernels else "eager",
+        fusion="compiled" if compiled else "kernels" if work.fused_kernels and not own else "eager",
         composed_glu=job.model.model_type == "gpt_oss",
         pp_overlap=plan.schedule != "1f1b" and job.cluster.device.backend != "cpu",
     )
@@ -315,6 +331,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         model=job.model, cluster=job.cluster, software=software, seq_len=work.seq_len,
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
         cp=plan.cp, ep=plan.ep, experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
+        expert_load=_expert_load(plan, job, slots), expert_slots=slots,
         stage_layers=_stage_layers(plan), chunks=plan.chunks, folded=plan.schedule == "zero_bubble",
         bubble_share=V_BUBBLE if plan.schedule == "zero_bubble" else 1.0,
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
@@ -334,6 +351,8 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         lora_rank=work.lora_rank, lora_targets=work.lora_targets,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base, whole_logits=work.whole_logits,
+        complete_texts=work.complete_texts,
+        shared_prompt=work.shared_prompt,
         first_passes=work.first_passes, live_reference=work.live_reference, teacher=work.teacher,
     )  # fmt: skip
 

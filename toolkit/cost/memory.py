@@ -182,7 +182,10 @@ class _Step:
         waiting = self.head_grad if self.tied else 0.0  # a tied table waits for its other gradient
         copied = self._copied(e.model.hidden * e.model.ffn / e.tp)
         whole, first = _expert_gradients(e), _gathered_now(e, first_layer=True)
-        for live, share in expert_moments(e) if whole else ((backward_bytes(e), 0.0),):
+        experts = expert_moments(e) if e.model.experts and e.ep > 1 else ()
+        # Smaller gradients of experts go into the bucket at once; their down projection holds as much (rehearsed).
+        most = max([backward_bytes(e), *(live for live, _ in experts[:1])])
+        for live, share in expert_moments(e) if whole else ((most, 0.0),):
             early, late = self.early_grads + share * whole, self.grads + share * whole
             yield self._moment(self.kept + arrived + live, waiting, self.buckets + copied, grads=early)
             yield self._moment(live + arrived, waiting, self.buckets + copied, grads=late, gathered=first)

@@ -117,6 +117,13 @@ class Slice:
         """Tokens of a micro-batch on this device."""
         return self.micro_batch * self.seq_len / self.parts
 
+    @property
+    def routed_share(self) -> float:
+        """Tokens whose visits the busiest rank computes, relative to the tokens of its tensor group.
+
+        Ranks that share the matrices of an expert compute the same visits: rows of full width on each of them."""
+        return self.expert_load * (1.0 if self.experts_whole else (self.expert_tp or self.tp) / self.tp)
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -149,7 +156,7 @@ class LayerCost(NamedTuple):
 def layer_cost(shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration) -> LayerCost:
     """Seconds of one layer for one micro-batch."""
     attention = [_linear(part.tokens, n, k, part, device, cal) for n, k in _attention_sides(shape, part.tp)]
-    mlp = _mlp(shape, part, device, cal)
+    mlp = _mlp(shape, part, device, software, cal)
     core = _flash(shape, part, device, software, cal) if software.flash else _scores(shape, part, device, software, cal)
     stream = layer_stream_bytes(shape, part, software)
     second = part.tokens / _stream_rate(device, cal)
@@ -249,16 +256,17 @@ def _attention_sides(shape: LayerShape, tp: int) -> list[tuple[float, float]]:
     return [(q + 2 * kv, shape.hidden), (shape.hidden, q)]
 
 
-def _mlp(shape: LayerShape, part: Slice, device: Device, cal: Calibration) -> list[tuple[float, float]]:
+def _mlp(
+    shape: LayerShape, part: Slice, device: Device, software: Software, cal: Calibration
+) -> list[tuple[float, float]]:
     """(forward, backward) seconds of each MLP matmul: the dense or shared MLP, then the experts on this device."""
     costs = _mlp_pair(part.tokens, shape.ffn, shape, part, device, cal) if shape.ffn else []
     if shape.experts:
         local = shape.experts / part.ep
-        shared = part.expert_tp or part.tp
-        tokens = part.tokens * part.expert_load * shape.experts_per_token / local
-        tokens *= 1.0 if part.experts_whole else shared / part.tp
-        pair = _mlp_pair(tokens, shape.expert_ffn, shape, replace(part, tp=shared), device, cal)
-        costs += [(local * forward, local * backward) for forward, backward in pair]
+        grouped = part.expert_load if software.grouped_experts else 1.0
+        tokens = part.tokens * part.routed_share / grouped * shape.experts_per_token / local
+        pair = _mlp_pair(tokens, shape.expert_ffn, shape, replace(part, tp=part.expert_tp or part.tp), device, cal)
+        costs += [(grouped * local * forward, grouped * local * backward) for forward, backward in pair]
     return costs
 
 
@@ -379,7 +387,7 @@ def _inner_bytes(shape: LayerShape, part: Slice, software: Software) -> tuple[fl
     inner = (shape.ffn + part.expert_load * shape.experts_per_token * shape.expert_ffn) / part.tp
     adapted = {0: 0.0, 2: q + kv, 4: 2 * q + 2 * kv}.get(part.adapters, 2 * q + 2 * kv + 3 * inner)
     adapted *= 1.0 if software.fusion == "eager" else FUSED_ADAPTER
-    routed = part.expert_load * shape.experts_per_token * shape.hidden / part.tp
+    routed = part.routed_share * shape.experts_per_token * shape.hidden
     adapter = FP32_ADAPTER if software.fp32_adapters else ADAPTER
     moved = ROUTED_FUSED if software.fused_experts else ROUTED_ONCE if software.dispatch_once else ROUTED
     forward = (rope + 4.0) * (q + kv) + activation[0] * inner + adapter[0] * adapted + moved[0] * routed

@@ -94,6 +94,8 @@ def _software(row: PublishedRow, device: Device, pp: int, stage: int) -> Softwar
         found = replace(found, fusion="kernels")
     if "gpt2" not in row.text("model").lower():
         found = replace(found, composed_gelu=False)
+    if "all-to-all dispatcher" in row.text("notes"):  # Megatron's own, without DeepEP
+        found = replace(found, dispatch_once=False)
     found = replace(found, **_expert_flags(row, device, pp), **_fine_tuning_flags(row, found))
     if "mixed_precision=DEFAULT" in row.text("notes") or found.autocast:  # gradients are reduced in fp32 then
         found = replace(found, grad_bytes=4)

@@ -37,6 +37,8 @@ class Software:
     """Whether experts run one after the other (transformers before version 5) instead of as one grouped matmul."""
     dispatch_once: bool = False
     """Whether a token goes to each node once, however many experts it visits there (DeepEP)."""
+    grouped_experts: bool = False
+    """Whether all experts of a rank are one product, whose tiles a busy expert and its neighbours share."""
     ep_overlap: bool = False
     """Whether exchanges of experts overlap with compute of another micro-batch."""
     graphs: bool = False
@@ -136,6 +138,7 @@ DEEPSPEED_HF = Software(
     zero_messages=ZERO_TENSORS,
     zero_copies=True,
     unpadded_vocab=True,
+    grouped_experts=True,
 )
 """DeepSpeed with a Hugging Face model: what this toolkit runs."""
 

@@ -131,13 +131,18 @@ def make_private(path: Path) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
 
 
-def create(path: Path) -> RunDir:
-    """Create the directory; raises `BadInput` if it exists and is not empty."""
+def check_free(path: Path) -> None:
+    """Raise `BadInput` if the directory exists and is not empty."""
     if path.exists() and (not path.is_dir() or any(not each.name.startswith(LOCK) for each in path.iterdir())):
         raise BadInput(
             "--run-dir",
             f"{path} already exists and is not empty; choose another, or resume it: toolkit resume {path}",
         )
+
+
+def create(path: Path) -> RunDir:
+    """Create the directory; raises `BadInput` if it exists and is not empty."""
+    check_free(path)
     try:
         make_private(path)
         (path / "logs").mkdir(exist_ok=True)

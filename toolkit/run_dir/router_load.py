@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 COLLAPSED = 4.0
-"""A layer whose busiest expert has this many times the mean load has collapsed: most of its experts learn nothing."""
+"""A layer whose busiest expert has this many times the mean load has collapsed: most of its experts learn nothing.
+Layers with few experts can't reach it: eight, of which each token visits two, end at 4 (see `_limit`)."""
 HEADER = 4
 """Numbers before the loads in a step's figures: layers, added loss, balancing loss, dropped visits."""
 
@@ -37,6 +38,7 @@ def summarise(figures: Sequence[float]) -> dict[str, float] | None:
         "max_over_mean": max(map(max_over_mean, loads)),
         "dead_experts": float(sum(load == 0 for row in loads for load in row)),
         "experts": float(sum(map(len, loads))),
+        "layers": float(len(loads)),
         "dropped": figures[3] / sum(map(sum, loads)),
     }
 
@@ -60,7 +62,13 @@ def max_over_mean(row: Sequence[float]) -> float:
 
 def recovered(found: Mapping[str, Any] | None) -> bool:
     """Whether routers are far from collapse: a load near the limit would otherwise be reported again and again."""
-    return not found or float(found.get("max_over_mean", 0.0)) < COLLAPSED / 2
+    return not found or float(found.get("max_over_mean", 0.0)) < (1 + _limit(found)) / 2
+
+
+def _limit(found: Mapping[str, Any]) -> float:
+    """Load over the mean from which on a layer has collapsed: at most 1 + a quarter of its experts."""
+    layers = float(found.get("layers", 0.0))
+    return min(COLLAPSED, 1 + float(found.get("experts", 0.0)) / layers / 4) if layers else COLLAPSED
 
 
 def advice(found: Mapping[str, Any] | None) -> str:
@@ -68,7 +76,7 @@ def advice(found: Mapping[str, Any] | None) -> str:
     if not found:
         return ""
     busiest, dead, experts = (float(found.get(name, 0.0)) for name in ("max_over_mean", "dead_experts", "experts"))
-    if busiest < COLLAPSED and dead < experts / 4:
+    if busiest < _limit(found) and dead < experts / 4:
         return ""
     facts = f"the busiest expert of a layer has {busiest:.1f} times the mean load, and {dead:.0f} of {experts:.0f} "
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +15,14 @@ from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.file import make_recipe
-from toolkit.recipe.model_section import Model
+from toolkit.recipe.model_section import Lora, Model
 from toolkit.recipe.objective_sections import Router
 from toolkit.recipe.sections import Train
 from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime import build_engine
-from toolkit.runtime.mixtures import expert_dispatch
+from toolkit.runtime.mixtures import expert_dispatch, expert_shards
+from toolkit.runtime.mixtures.expert_exchange import slots_of
+from toolkit.runtime.models.parameter_shards import Layout
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
@@ -82,13 +83,19 @@ def test_other_mixtures(kind: str) -> None:
 
 def train_in_parts(section: Model, plan: Plan, train: Train) -> Trajectory:
     """As between nodes: parts of a rank's experts exchange and compute in turns."""
-    build_engine.distribute = functools.partial(expert_dispatch.distribute, overlaps=True)  # type: ignore[attr-defined]
+    build_engine.distribute = in_parts  # type: ignore[attr-defined]
     return train_as_rank(section, plan, train, "full")
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("mixtral", {}), ("gpt_oss", {"recompute": "full"})])
-def test_experts_in_parts(kind: str, layout: dict[str, Any]) -> None:
-    section = model(kind, num_local_experts=8)
+def in_parts(experts: Any, group: Any, overlaps: bool, limit: Any) -> None:
+    assert not overlaps, "one node"
+    expert_dispatch.distribute(experts, group, overlaps=True, limit=limit)
+
+
+@pytest.mark.parametrize(("kind", "experts", "layout"), [("mixtral", 8, {}), ("gpt_oss", 12, {"recompute": "full"})])
+def test_experts_in_parts(kind: str, experts: int, layout: dict[str, Any]) -> None:
+    """Four parts of one expert on each rank, and three of two."""
+    section = model(kind, num_local_experts=experts)
     found = call_on_ranks(train_in_parts, section, replace(EP, **layout), BALANCED, nproc=2)
     assert first_failure(found) is None, first_failure(found)
     assert_same(run(section, ONE, BALANCED), found[0])
@@ -104,8 +111,61 @@ def test_limited_experts_drop_the_same_visits_wherever_they_are() -> None:
     for data in ("full", "padded"):
         expected = run(section, whole, LIMITED, data)
         assert_same(expected, run(section, replace(EP, zero_stage=1, zero_group=2), LIMITED, data))
-        free = run(section, whole, SGD, data)
-        assert abs(expected.loss[-1] / free.loss[-1] - 1) > 1e-4, "something was dropped"
+    free = run(section, whole, SGD, "padded")
+    assert abs(expected.loss[-1] / free.loss[-1] - 1) > 1e-4, "something was dropped"
+
+
+def test_limited_experts_in_a_pipeline_recompute_what_they_have_dropped() -> None:
+    """While a layer is recomputed, the routers have seen another micro-batch, with other padding."""
+    section = model("mixtral")
+    whole = replace(EP, strategy="data_parallel", ep=1, micro_batch=1, grad_accum=2)
+    assert_same(run(section, whole, LIMITED, "padded"), run(section, LARGE["pipeline"], LIMITED, "padded"))
+
+
+def test_experts_with_room_for_every_token_drop_nothing() -> None:
+    """Fixed sizes of all exchanges, and the result of one process."""
+    section = model("mixtral")
+    roomy = replace(BALANCED, router=replace(BALANCED.router, capacity_factor=section.config["num_local_experts"] / 2))
+    plan = replace(EP, zero_stage=1, zero_group=2)
+    assert_same(run(section, ONE, BALANCED, "padded"), run(section, plan, roomy, "padded"))
+
+
+def test_slots_by_hand() -> None:
+    places = torch.tensor([1, 0, 1, 2, 1, 0])  # of two experts; the fourth visit is to none
+    source, slots = slots_of(places, experts=2, most=2)
+    assert source.tolist() == [1, 5, 0, 2]
+    assert slots.tolist() == [2, 0, 3, 4, 4, 1], "the third visit to the second expert has no slot"
+    source, slots = slots_of(places, experts=2, most=3)
+    assert source.tolist() == [1, 5, 6, 0, 2, 4], "an empty slot"
+
+
+ADAPTED = replace(SGD, grad_clip=0.5)
+EXPERT_TENSORS = ("q_proj", "gate_up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "layout"),
+    [
+        ("mixtral", "auto", "dp 4, ZeRO 3"),
+        ("mixtral", "auto", "tensor"),
+        ("mixtral", "auto", "interleaved"),
+        ("gpt_oss", EXPERT_TENSORS, "ep 4"),  # one transposed expert per rank
+        ("deepseek_v3", "auto", "sequence"),
+    ],
+)
+def test_adapters_on_experts(kind: str, targets: Any, layout: str) -> None:
+    section = replace(model(kind), lora=Lora(rank=3, alpha=6.0, targets=targets))
+    expected = run(section, ONE, ADAPTED)
+    assert expected.loss[-1] != pytest.approx(expected.loss[0], rel=1e-4), "the adapters learn"
+    assert_same(expected, run(section, LARGE[layout], ADAPTED))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_the_proof_covers_adapters_on_experts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    section = replace(model(kind), lora=Lora(rank=3, targets=EXPERT_TENSORS))
+    assert prove(section, Axes(1, 1, 1, ep=2)).ok
+    monkeypatch.setattr(expert_shards, "Layout", lambda packs, **how: Layout(**how))
+    assert not prove(section, Axes(1, 1, 1, ep=2)).ok, "the second factor, cut as if experts were its slowest index"
 
 
 def counts_of_rank(section: Model, plan: Plan) -> dict[str, tuple[int, ...]]:

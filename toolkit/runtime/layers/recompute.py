@@ -17,7 +17,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _RECOMPUTE, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _RECOMPUTE,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from toolkit.runtime.layers.remembered import with_notes
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm", "bitsandbytes::gemv_4bit")
 """Matrix products of linear layers and experts. Batched ones are left out: they are the scores of eager attention."""
@@ -33,8 +41,9 @@ def recompute_layers(model: Any, mode: str = "full", *, keeps_last: bool = False
     """
     if mode == "none":
         return
-    contexts = {"context_fn": functools.partial(selective_contexts, keeps_last)} if mode == "selective" else {}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, **contexts})
+    contexts = functools.partial(selective_contexts, keeps_last) if mode == "selective" else noop_context_fn
+    noted = functools.partial(with_notes, contexts)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": noted})
     if mode == "offload":
         run = functools.partial(_checkpoint_on_host, HostInputs())
         for module in model.modules():
@@ -276,4 +285,6 @@ class _Parked:
 def _checkpoint_on_host(inputs: HostInputs, function: Callable[..., Any], *args: Any) -> Any:
     """Run a layer; only its input is kept, in host memory."""
     with saved_tensors_hooks(inputs.pack, inputs.unpack):
-        return checkpoint(function, *args, use_reentrant=False)
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=functools.partial(with_notes, noop_context_fn)
+        )

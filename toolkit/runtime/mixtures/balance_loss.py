@@ -55,6 +55,16 @@ def expert_counts(tokens: Tokens, experts: torch.Tensor, num_experts: int) -> to
     return counts.view(-1, num_experts)
 
 
+class Limit:
+    """How many visits experts take. The balancer drops the others; experts on several ranks get slots for so many."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        """Most visits of an expert relative to an even share; 0: no limit."""
+        self.applies = False
+        """Whether visits of the running micro-batch are dropped; evaluations drop nothing."""
+
+
 def capacity(tokens: int, visits: int, num_experts: int, factor: float) -> int:
     """Most visits that an expert takes of so many tokens with so many visits each."""
     return math.ceil(factor * tokens * visits / num_experts)

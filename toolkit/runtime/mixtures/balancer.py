@@ -17,7 +17,9 @@ from toolkit.errors import BadInput
 from toolkit.plans.router_balance import Balance
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import HostSum, all_sum, device
+from toolkit.runtime.layers.remembered import remembered
 from toolkit.runtime.mixtures.balance_loss import (
+    Limit,
     Slice,
     Tokens,
     capacity,
@@ -95,9 +97,11 @@ class SeveralStages:
 class Balancer:
     """`RouterWatch` of the routers of this rank's part of a model."""
 
-    def __init__(self, routers: Sequence[Router], table: RouterTable, balance: Balance, mesh: Mesh, own: Slice) -> None:
+    def __init__(
+        self, routers: Sequence[Router], table: RouterTable, balance: Balance, mesh: Mesh, own: Slice, limit: Limit
+    ) -> None:
         """`table`: the routers of the full model; `own`: this rank's tokens of a micro-batch."""
-        self.balance, self._mesh, self._own = balance, mesh, own
+        self.balance, self._mesh, self._own, self._limit = balance, mesh, own, limit
         self.layers = len(table.names)
         self._numbers = {name: number for number, name in enumerate(table.names)}
         self._biases: dict[str, tuple[torch.nn.Module, str, torch.Tensor]] = {}
@@ -139,11 +143,13 @@ class Balancer:
         self._load.zero_()
 
     def expect(self, micro: MicroBatch) -> None:
+        self._limit.applies = self._limit.factor > 0 and bool(self._queue)
         total = self._queue.pop(0) if self._queue else 0  # evaluations are not counted
         self._pass = _Pass(Tokens.of(micro, total, self._own)) if total else None
 
     def _hook(self, router: Router, _module: Any, _arguments: Any, output: Any) -> Any:
-        if self._pass is None or not torch.is_grad_enabled():
+        running = remembered(lambda: self._pass)  # in a pipeline, others have passed when a layer is recomputed
+        if running is None or not torch.is_grad_enabled():
             return None
         routed = read_output(router, output)
         if routed is None:
@@ -154,12 +160,12 @@ class Balancer:
         if self.balance.loss == "micro_batch":
             # transformers counts the largest scores, whatever a bias has chosen. Recomputing writes the same again.
             top = routed.logits.detach().softmax(-1).topk(routed.experts.shape[-1], -1).indices
-            self._pass.chosen[router.name] = expert_counts(self._pass.tokens, top, routed.logits.shape[-1]).sum(0)
+            running.chosen[router.name] = expert_counts(running.tokens, top, routed.logits.shape[-1]).sum(0)
         weights = output[routed.carrier]
         if self.balance.capacity_factor:
-            weights = weights * self._kept(routed, self._pass)
+            weights = weights * self._kept(routed, running)
         carried = _Attached.apply(  # type: ignore[no-untyped-call]
-            weights, routed.logits, routed.experts, self, router, self._pass
+            weights, routed.logits, routed.experts, self, router, running
         )
         return tuple(carried if place == routed.carrier else one for place, one in enumerate(output))
 
@@ -274,15 +280,22 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def watch_routers(
-    model: torch.nn.Module, balance: Balance, mesh: Mesh, table: RouterTable, own: Slice = lambda micro: micro
+    model: torch.nn.Module,
+    balance: Balance,
+    mesh: Mesh,
+    table: RouterTable,
+    own: Slice = lambda micro: micro,
+    limit: Limit | None = None,
 ) -> RouterWatch:
-    """Balance and count the routers of this rank's part of a model; `table`: those of the full model."""
+    """Balance and count the routers of this rank's part of a model; `table`: those of the full model.
+
+    `limit`: what its experts on several ranks are told about dropped visits."""
     if not table.names:
         if balance.is_active:
             raise BadInput("train.router", "no router of a known form was found in the model; use loss: none")
         return NoRouters()
     routers = find_routers(model)
-    made = Balancer(routers, table, balance, mesh, own)
+    made = Balancer(routers, table, balance, mesh, own, limit or Limit(balance.capacity_factor))
     if balance.bias_update:
         made.hold_biases(model, routers)
     return made

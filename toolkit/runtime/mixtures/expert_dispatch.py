@@ -17,20 +17,30 @@ from transformers.integrations import moe
 
 from toolkit.errors import NoPlanFits
 from toolkit.plans.router_balance import exchange_parts
+from toolkit.runtime.layers.remembered import remembered
+from toolkit.runtime.mixtures.balance_loss import Limit, capacity
 from toolkit.runtime.mixtures.expert_exchange import (
     SPARE,
     Exchange,
     ExpertGroup,
+    Route,
     Sizes,
     arrive,
+    counted,
     depart,
+    inverse_of,
     land,
+    permuted,
     send_back,
+    slots_of,
+    spread,
 )
 from toolkit.runtime.sharding.styles import wrap
 
 ARGUMENTS = ("hidden states", "numbers of the chosen experts", "their weights")
 """What the experts of a mixture are called with, in transformers 5.22.2."""
+UNDER_ADAPTER = ".base_layer"
+"""What peft 0.21 adds to the name of a module that it wraps."""
 Run = Callable[..., torch.Tensor]
 
 
@@ -43,8 +53,21 @@ class Experts:
     """The experts of one layer: a module whose parameters have one entry per expert."""
 
     name: str
+    """Name of the module, or of the outermost adapter around it."""
     module: torch.nn.Module
     number: int
+    adapters: tuple[Any, ...] = ()
+    """LoRA adapters on the module's parameters; peft 0.21 wraps the module once for each."""
+
+    def factors(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+        """Both matrices of every adapter: (experts · rank) × inputs, and outputs × (rank · experts)."""
+        for adapter in self.adapters:
+            for first, second in zip(adapter.lora_A.values(), adapter.lora_B.values(), strict=True):
+                yield first.weight, second.weight
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Everything that is distributed with the experts."""
+        return [*self.module.parameters(recurse=False), *(factor for pair in self.factors() for factor in pair)]
 
 
 def find_experts(model: torch.nn.Module) -> list[Experts]:
@@ -56,48 +79,62 @@ def find_experts(model: torch.nn.Module) -> list[Experts]:
             f"no experts of {kind} can be distributed: they must be one module with a tensor per projection, called "
             f"with {', '.join(ARGUMENTS)}"
         )
-    if any("base_layer" in each.name.split(".") for each in found):
-        raise ExpertsRefused(
-            "adapters on experts can't be distributed with them; name linear layers in model.lora.targets, such as "
-            "[q_proj, k_proj, v_proj, o_proj]"
-        )
     return found
 
 
 def _experts(model: torch.nn.Module) -> Iterator[Experts]:
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         own = dict(module.named_parameters(recurse=False))
         number = getattr(module, "num_experts", None)
         if not isinstance(number, int) or not any(p.ndim == 3 for p in own.values()):
             continue
         given = tuple(inspect.signature(type(module).forward).parameters)[1:]
         if len(given) == len(ARGUMENTS) and all(p.shape[0] == number for p in own.values()):
-            yield Experts(name, module, number)
+            adapters = []
+            while name.endswith(UNDER_ADAPTER):
+                name = name.removesuffix(UNDER_ADAPTER)
+                adapters.append(modules[name])
+            yield Experts(name, module, number, tuple(adapters))
 
 
 def distribute(
-    experts: Sequence[Experts], group: ExpertGroup, *, overlaps: bool = False, limited: bool = False
+    experts: Sequence[Experts], group: ExpertGroup, *, overlaps: bool = False, limit: Limit | None = None
 ) -> None:
     """Let modules that hold this rank's experts compute for the tokens of all ranks of the group.
 
-    `overlaps`: exchange and compute in turns, part by part; `limited`: leave out visits without weight.
+    `overlaps`: exchange and compute in turns, part by part; `limit`: of the visits that experts take.
     """
     for each in experts:
         own = each.number // group.ranks
         parts = exchange_parts(own) if overlaps else 1
-        each.module.num_experts = own  # type: ignore[assignment]
-        wrap(each.module, functools.partial(_Dispatch, each.module, group, own, parts, limited))
+        for holder in (each.module, *each.adapters):
+            holder.num_experts = own
+        for adapter in each.adapters:
+            adapter.get_delta_weight = functools.partial(_delta, adapter)
+        names = tuple(name for name, _ in each.module.named_parameters(recurse=False))
+        wrap(each.module, functools.partial(_Dispatch, each.module, names, group, own, parts, limit or Limit(0.0)))
+
+
+def _delta(adapter: Any, name: str) -> torch.Tensor:
+    """What an adapter adds to its experts. peft 0.21.2 takes a single expert for a linear layer, whose weight may be
+    the transpose; it can go when adapters of one gpt-oss expert per rank are exact without it."""
+    left, right, scale = adapter.get_delta_factors(name)
+    added: torch.Tensor = scale * (left @ right)
+    return added
 
 
 @dataclass(frozen=True)
 class _Dispatch:
     module: Any
+    names: tuple[str, ...]
+    """Names of its parameters; while adapters are added to them they are no parameters of the module."""
     group: ExpertGroup
     own: int
     """Experts of each rank."""
     parts: int
     """Parts that these are cut into."""
-    limited: bool
+    limit: Limit
     run: Run
     """The model's own experts, for rows that each visit one of this rank's."""
 
@@ -106,43 +143,52 @@ class _Dispatch:
     ) -> torch.Tensor:
         tokens, visits = top_k_index.shape
         parts = self.parts if _has_grouped_products(self.module, hidden_states.dtype) else 1
-        places = _places(top_k_index.reshape(-1), self.group.ranks, self.own, parts)
-        if self.limited:  # a place after all others
-            places = torch.where(top_k_weights.reshape(-1) == 0, self.group.ranks * self.own, places)
-        order = places.argsort(stable=True)
-        counts = self._counted(places, parts)
-        arriving = self.group.swap(counts)
-        sent, received = exchange_sizes(counts, arriving, len(order))
-        there, back = (Exchange(self.group, sent, received) for _ in range(2))
+        route = remembered(lambda: self._route(top_k_index, top_k_weights, parts))
+        there, back = (Exchange(self.group, route.sent, route.received) for _ in range(2))
         weights = self._weights(parts)
         # Nested, so that no copy of all rows is held longer than the next step needs it.
-        tickets = depart(self._within_limits(_spread(hidden_states, order, visits), sent), there)
+        tickets = depart(spread(hidden_states, route, visits), there)
         visited = land(
             [
-                send_back(self._computed(arrive(ticket, there, part), arriving[:, part], weights[part]), back, part)
+                send_back(
+                    self._computed(arrive(ticket, there, part), route.arriving[:, part], weights[part]), back, part
+                )
                 for part, ticket in enumerate(tickets)
             ],
             back,
         )
-        if self.limited:
-            visited = torch.nn.functional.pad(visited, (0, 0, 0, len(order) - len(visited)))
-        visited = _permuted(visited, _inverse(order), order).view(tokens, visits, -1)
+        visited = permuted(visited, route.slots, route.source, padded=route.padded).view(tokens, visits, -1)
         return (visited * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
-    def _counted(self, places: torch.Tensor, parts: int) -> torch.Tensor:
-        """Rows for each rank's experts: ranks × parts × experts of a part."""
-        all_experts = self.group.ranks * self.own
-        counts = torch.zeros(all_experts + 1, dtype=torch.long, device=places.device)
-        counts.scatter_add_(0, places, torch.ones_like(places))
-        return counts[:all_experts].view(parts, self.group.ranks, -1).transpose(0, 1).contiguous()
+    def _route(self, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, parts: int) -> Route:
+        """Sort visits by expert. Without a limit per expert the host waits here, for the sizes of the exchange."""
+        places = _places(top_k_index.reshape(-1), self.group.ranks, self.own, parts)
+        if self.limit.applies and torch.is_grad_enabled():
+            return self._limited(places, top_k_weights.reshape(-1), top_k_index.shape, parts)
+        order = places.argsort(stable=True)
+        counts = counted(places, self.group.ranks * self.own).view(parts, self.group.ranks, -1)
+        counts = counts.transpose(0, 1).contiguous()
+        arriving = self.group.swap(counts)
+        sent, received = exchange_sizes(counts, arriving, len(order))
+        return Route(order, inverse_of(order), sent, received, arriving, padded=False)
 
-    def _within_limits(self, rows: torch.Tensor, sent: Sizes) -> torch.Tensor:
-        """Rows without those at the end that no expert takes."""
-        return rows[: sum(map(sum, sent))] if self.limited else rows
+    def _limited(self, places: torch.Tensor, weights: torch.Tensor, shape: Sequence[int], parts: int) -> Route:
+        """Every expert has the same number of slots, known before routers are: nothing waits for the device.
+
+        Micro-batches of all ranks have the same shape. Dropped visits have no weight."""
+        all_experts = self.group.ranks * self.own
+        most = min(
+            capacity(shape[0], shape[1], all_experts, self.limit.factor), shape[0]
+        )  # a token visits an expert once
+        places = torch.where(weights == 0, all_experts, places)
+        source, slots = slots_of(places, all_experts, most)
+        sizes = [[most * self.own // parts] * self.group.ranks for _ in range(parts)]
+        arriving = places.new_full((self.group.ranks, parts, self.own // parts), most)
+        return Route(source, slots, sizes, sizes, arriving, padded=True)
 
     def _weights(self, parts: int) -> list[dict[str, torch.Tensor]]:
         """Weights of the experts of every part."""
-        own = dict(self.module.named_parameters(recurse=False))
+        own = {name: getattr(self.module, name) for name in self.names}
         if parts == 1:
             return [own]
         pieces = {name: weight.chunk(parts) for name, weight in own.items()}
@@ -155,13 +201,15 @@ class _Dispatch:
         numbers = _experts_of(arriving, len(rows) - SPARE)
         if not _has_grouped_products(self.module, rows.dtype):
             return self.run(rows, numbers[:, None], rows.new_ones(len(rows), 1))
-        order = numbers.argsort(stable=True)
-        inverse = _inverse(order)
         sizes = arriving.sum(0)
         sizes[0] += SPARE
-        placed = _permuted(rows, order, inverse)
+        if arriving.shape[1] == 1:
+            return _grouped(self.module, weights, rows, numbers, sizes)
+        order = numbers.argsort(stable=True)
+        inverse = inverse_of(order)
+        placed = permuted(rows, order, inverse)
         del rows
-        return _permuted(_grouped(self.module, weights, placed, numbers[order], sizes), inverse, order)
+        return permuted(_grouped(self.module, weights, placed, numbers[order], sizes), inverse, order)
 
 
 def _places(chosen: torch.Tensor, ranks: int, own: int, parts: int) -> torch.Tensor:
@@ -200,17 +248,11 @@ def _grouped(
     return module.post_expert_norm(found) if module.has_post_expert_norm else found
 
 
-def _inverse(order: torch.Tensor) -> torch.Tensor:
-    places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=order.device)
-    return places
-
-
 def exchange_sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[Sizes, Sizes]:
     """Rows for and from each rank by part, on the host, of at most `rows`; both tensors: ranks × parts × experts.
 
-    It waits for the device once per layer and pass: an exchange without a limit per expert has sizes that only the
-    routers know, and torch.distributed takes sizes from the host. A rehearsal assumes even loads here.
+    It waits for the device once per layer and micro-batch: an exchange without a limit per expert has sizes that only
+    the routers know, and torch.distributed takes sizes from the host. A rehearsal assumes even loads here.
     """
     both: list[Sizes] = torch.stack([sent.sum(2).T, received.sum(2).T]).tolist()
     assert sum(map(sum, both[0])) <= rows, "every row goes to one expert"
@@ -226,39 +268,3 @@ def _experts_of(arriving: torch.Tensor, rows: int) -> torch.Tensor:
     numbers = torch.arange(own, device=arriving.device).repeat(ranks)
     found = numbers.repeat_interleave(arriving.flatten(), output_size=rows)
     return torch.nn.functional.pad(found, (0, SPARE))
-
-
-class _Permuted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        (inverse,) = ctx.saved_tensors
-        return gradient[inverse], None, None
-
-
-def _permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Rows in another order; the backward pass reads rows instead of adding to them, so it is deterministic."""
-    return _Permuted.apply(rows, order, inverse)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, visits: int) -> torch.Tensor:
-        ctx.save_for_backward(order)
-        ctx.visits = visits
-        return tokens[order // visits]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        (order,) = ctx.saved_tensors
-        places = _inverse(order)
-        return gradient[places].view(-1, ctx.visits, gradient.shape[-1]).sum(1), None, None
-
-
-def _spread(tokens: torch.Tensor, order: torch.Tensor, visits: int) -> torch.Tensor:
-    """A row for every visit of a token, in the order of experts."""
-    return _Spread.apply(tokens, order, visits)  # type: ignore[no-untyped-call, no-any-return]

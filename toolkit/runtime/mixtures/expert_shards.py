@@ -20,8 +20,11 @@ def cut_experts(model: torch.nn.Module, experts: Sequence[Experts], index: int, 
     for each in experts:
         if each.number % ranks:
             raise ExpertsRefused(f"{ranks} ranks do not divide the {each.number} experts of {each.name}")
-        for full in list(each.module.parameters(recurse=False)):
-            layout = Layout(dim=0, index=index, ranks=ranks, shape=tuple(full.shape))
+        second_factors = {id(second) for _, second in each.factors()}
+        for full in each.parameters():
+            # An adapter's second matrix has, for every output and rank, one entry per expert.
+            dim, packs = (1, full.shape[1] // each.number) if id(full) in second_factors else (0, 1)
+            layout = Layout(dim=dim, index=index, ranks=ranks, shape=tuple(full.shape), packs=packs)
             piece = replace_parameter(where, full, layout.slice_of(full.detach()).clone())
             mark_experts(piece, layout)
 
@@ -43,7 +46,7 @@ def register_groups(mesh: Mesh) -> str:
 def hand_to_deepspeed(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh) -> None:
     """Mark this rank's experts, so that DeepSpeed reduces and shards them over the ranks that hold the same ones."""
     name = register_groups(mesh)
-    own = [parameter for each in experts for parameter in each.module.parameters(recurse=False)]
+    own = [parameter for each in experts for parameter in each.parameters()]
     for parameter in own:
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.group_name = name  # type: ignore[attr-defined]
