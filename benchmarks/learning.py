@@ -1,6 +1,6 @@
 """Does each objective learn? Small runs on synthetic tasks with a known best answer; held-out figures as a table.
 
-python -m benchmarks.learning                    # kto, reward, rank and distill, a few minutes in one process
+python -m benchmarks.learning                    # all but DPO, a few minutes in one process
 python -m benchmarks.learning --objectives kto
 
 Data: which sound an animal makes, against other sounds. Distillation: a teacher is trained first, then a smaller
@@ -26,9 +26,11 @@ from toolkit.sessions.resolve import resolve
 SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 260,
          "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}  # fmt: skip
 LARGE = {**SMALL, "hidden_size": 128, "intermediate_size": 384}
+PAIRS: dict[str, Any] = {"format": "preference", "seq_len": 128, "steps": 60, "lr": 2e-3}
 RUNS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ipo", "simpo", "cpo", "orpo"), PAIRS),
     "kto": {"format": "preference", "seq_len": 128, "steps": 120, "lr": 2e-3},
-    "reward": {"format": "preference", "seq_len": 64, "steps": 120, "lr": 2e-3},
+    "reward": {"format": "preference", "seq_len": 64, "steps": 320, "lr": 2e-3},
     "rank": {"format": "ranking", "seq_len": 64, "steps": 160, "lr": 2e-3},
     "distill": {"format": "instruction", "seq_len": 64, "steps": 120, "lr": 4e-3},
 }

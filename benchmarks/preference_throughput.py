@@ -24,7 +24,7 @@ MODEL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 768, "n
          "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 2048}  # fmt: skip
 PAIRS, WARM = 10, 2
 """Pairs per step of TRL, and steps that are not counted."""
-SEQ_LEN = 2048
+SEQ_LEN = 1536
 """Tokens of the row that is a step of the toolkit; about `PAIRS` pairs fit into it."""
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "runs", "away", "from", "here")
 

@@ -73,6 +73,21 @@ def test_samples_are_shown_with_what_counts(recipe: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
+    ("objective", "names"), [("dpo", ("chosen", "rejected")), ("kto", ("good", "answer of another row"))]
+)
+def test_pairs_are_shown_with_their_prompts(
+    recipe: Path, capsys: pytest.CaptureFixture[str], objective: str, names: tuple[str, str]
+) -> None:
+    argv = [str(recipe), "data.path=synthetic", "data.format=preference", "data.seq_len=256"]
+    assert main(["data", *argv, f"train.objective={objective}", "--samples", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "prompts of pairs are computed once for both answers" in shown
+    for number, name in enumerate(names):
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"1, {name}: ")]
+        assert "<user>" in line, f"the prompt of answer {number} is shown, though it is in the row once"
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (("data.text_column=body",), "no column 'body'; it has text"),

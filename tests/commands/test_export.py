@@ -24,6 +24,7 @@ from toolkit.checkpoints.format import (
 )
 from toolkit.run_dir.layout import newest
 from toolkit.runtime.checkpoint.reader import Reader
+from toolkit.runtime.models.tiny_models import tiny_of_type
 
 SAVE = ("train.steps=2", "checkpoint.every=2")
 
@@ -59,8 +60,10 @@ FOUR_BITS = BitsAndBytesConfig(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("quantize", "dora"), [("none", "false"), ("4bit", "false"), ("none", "true")])
-def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str, dora: str) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "more"), [("none", ""), ("4bit", ""), ("none", ", dora: true"), ("none", ", start: pissa")]
+)
+def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: str, more: str) -> None:
     """Also on a 4-bit base: ZeRO gives the losses of one process, and merging dequantizes the base."""
     from peft import PeftModel
 
@@ -68,7 +71,7 @@ def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: st
     sizes = TINY_LLAMA | {"hidden_size": 64, "intermediate_size": 128}  # bitsandbytes' blocks are 64 weights long
     base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes))
     base.save_pretrained(tmp_path / "base")
-    section = f"model={{precision: fp32, path: {tmp_path}/base, lora: {{rank: 4, quantize: {quantize}, dora: {dora}}}}}"
+    section = f"model={{precision: fp32, path: {tmp_path}/base, lora: {{rank: 4, quantize: {quantize}{more}}}}}"
     one = train(*SAVE, section, "train.lr=0.1", "strategy.name=data_parallel", nproc=1)
     done = train(*SAVE, section, "train.lr=0.1", "strategy={name: zero, zero_stage: 2, micro_batch: 2}")
     assert done.losses == pytest.approx(one.losses, rel=1e-5)
@@ -87,6 +90,31 @@ def test_lora_as_adapter_and_merged(train: Trainer, tmp_path: Path, quantize: st
     assert not torch.allclose(before, one, atol=1e-4)
     rounding = 1e-5 if quantize == "none" else 1e-3  # products of bitsandbytes on a CPU round as bf16 does
     assert torch.allclose(one, other, atol=rounding)
+
+
+@pytest.mark.slow
+def test_adapters_on_distributed_experts_are_a_plain_peft_directory(train: Trainer, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_of_type("mixtral") | {"vocab_size": 264}))
+    base.save_pretrained(tmp_path / "base")
+    section = f"model={{precision: fp32, path: {tmp_path}/base, lora: {{rank: 4}}}}"
+    one = train(*SAVE, section, "train.lr=0.1", "strategy.name=data_parallel", nproc=1)
+    axes = "strategy={name: expert_parallel, ep: 2, zero_stage: 2, micro_batch: 2}"
+    done = train(*SAVE, section, "train.lr=0.1", axes)
+    assert done.losses == pytest.approx(one.losses, rel=1e-5)
+    logits = []
+    for name, run in (("one", one), ("experts", done)):
+        assert cli.main(["export", str(run.run.path), str(tmp_path / name)]) == 0
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        adapted = PeftModel.from_pretrained(plain, tmp_path / name)
+        logits.append(adapted(torch.arange(20)[None]).logits)
+    assert cli.main(["export", str(done.run.path), str(tmp_path / "merged"), "--merge"]) == 0
+    logits.append(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(torch.arange(20)[None]).logits)
+    assert not torch.allclose(base(torch.arange(20)[None]).logits, logits[0], atol=1e-4)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], atol=1e-4, rtol=0)
 
 
 def test_a_damaged_checkpoint_and_a_full_directory_are_refused(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from toolkit.runtime.corpus.token_documents import from_lists
+from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
 
@@ -21,3 +24,16 @@ def pairs(lengths: list[tuple[int, int, int]], seed: int = 0) -> MicroBatch:
             labels[row, start + prompt - 1 : end - 1] = ids[row, start + prompt : end]
             start = end
     return MicroBatch(ids, labels, position_ids=positions, pairs=torch.ones(len(lengths), dtype=torch.long)).located()
+
+
+def pair_rows(lengths: list[tuple[int, int, int]], seq_len: int, *, share: bool, seed: int = 0) -> PairRows:
+    """Rows of pairs, given as (tokens of the prompt, of the chosen answer, of the rejected one)."""
+    generator = np.random.default_rng(seed)
+    documents, counted = [], []
+    for prompt, *answers in lengths:
+        begin = generator.integers(3, 120, prompt)
+        for answer in answers:
+            documents.append(np.concatenate([begin, generator.integers(3, 120, answer)]))
+            counted += [0] * prompt + [1] * answer
+    made = from_lists(documents, counted=np.array(counted, np.uint8))
+    return PairRows.pack(made, np.arange(len(lengths)), seq_len, 0, "made up", share=share)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.conftest import Trainer
 from tests.helpers.parallel import ONE, SGD, assert_same, model, run
 from toolkit import cli
+from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.model_section import Lora, Model
@@ -120,3 +121,30 @@ def test_adapters_that_are_added_to_a_weight_itself_are_cut() -> None:
     """peft treats the router of afmoe as a parameter, not as a linear layer."""
     section = Model(config={"model_type": "afmoe"}, init="scratch", lora=Lora(rank=3))
     assert prove(section, Axes(2, 1, 1)).ok
+
+
+def test_principal_parts_are_taken_out_of_the_weights() -> None:
+    """PiSSA: adapters and what is left of the weights are the model, and what is left has the small singular values."""
+    plain = model("llama")
+    section = replace(plain, lora=Lora(rank=4, alpha=8, start="pissa"))
+    whole, placed = build_model(section, 0), build_in_place(section, 0, torch.float32, "cpu")
+    for (name, one), (_, other) in zip(whole.named_parameters(), placed.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    ids = torch.arange(3, 15)[None]
+    torch.testing.assert_close(whole(ids).logits, build_model(plain, 0)(ids).logits, atol=1e-5, rtol=0)
+    layer = whole.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    before = build_model(plain, 0).get_submodule("model.layers.0.mlp.up_proj").weight
+    left, all_sizes = (torch.linalg.svdvals(one.detach()) for one in (layer.base_layer.weight, before))
+    assert float(left[0]) == pytest.approx(float(all_sizes[4]), rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["tensor, ZeRO 3", "hybrid"])
+def test_principal_parts_are_those_of_one_process(name: str) -> None:
+    section = replace(model("gpt2"), lora=Lora(rank=4, start="pissa"))
+    train = replace(SGD, lr=0.1, grad_clip=0.5)
+    assert_same(run(section, ONE, train), run(section, PLANS[name], train))
+
+
+def test_principal_parts_of_experts_are_refused() -> None:
+    with pytest.raises(BadInput, match="pissa is for linear layers"):
+        build_model(replace(model("mixtral"), lora=Lora(rank=4, start="pissa")), 0)

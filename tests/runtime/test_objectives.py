@@ -113,6 +113,8 @@ LAYOUTS = {
     "tensor": plan(strategy="tensor_parallel", tp=2, micro_batch=4, grad_accum=2),
     "pipeline": plan(strategy="pipeline", pp=2, micro_batch=2, grad_accum=4),
     "hybrid": plan(tp=2, pp=2, micro_batch=2, grad_accum=4),
+    "sequence": plan(strategy="sequence_parallel", sp=2, micro_batch=4, grad_accum=2),
+    "sequences in stages": plan(pp=2, sp=2, micro_batch=2, grad_accum=4, zero_stage=1),
 }
 HEAD: dict[str, Any] = {"task": "classification", "num_labels": 1}
 OBJECTIVES: dict[str, tuple[dict[str, Any], Train, Any]] = {
@@ -132,8 +134,8 @@ CASES = [
     *(("rank", "bert", layout) for layout in ("zero-2", "tensor")),
     *(("contrastive", "bert", layout) for layout in ("zero-2", "hybrid")),
     *(("contrastive", "llama", layout) for layout in ("accumulation", "zero-3", "pipeline")),
-    *(("kto", "llama", layout) for layout in ("data", "zero-3", "hybrid")),
-    *(("distill", "llama", layout) for layout in ("zero-3", "hybrid")),
+    *(("kto", "llama", layout) for layout in ("data", "zero-3", "hybrid", "sequences in stages")),
+    *(("distill", "llama", layout) for layout in ("zero-3", "hybrid", "sequence")),
 ]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 
-from tests.helpers.pairs import pairs
+from tests.helpers.pairs import pair_rows
 from tests.helpers.parallel import ADAM, ONE, STEPS, assert_same, engine_of, model
 from toolkit.plans.plan import Plan
 from toolkit.recipe.model_section import Lora, Model
@@ -24,18 +24,11 @@ ROWS = len(LENGTHS)
 
 
 def micro_batch(step: int, rows: slice) -> MicroBatch:
-    """Some rows of a step's global batch, with a made-up reference."""
-    whole = pairs(LENGTHS, seed=step)
-    reference = -torch.arange(1.0, 2 * ROWS + 1) * 4 - step
-    assert whole.input_ids is not None
-    assert whole.position_ids is not None
-    return MicroBatch(
-        whole.input_ids[rows],
-        whole.labels[rows],
-        position_ids=whole.position_ids[rows],
-        pairs=torch.ones(ROWS, dtype=torch.long)[rows],
-        reference=reference.view(-1, 2)[rows].flatten(),
-    )
+    """Some rows of a step's global batch, with a made-up reference; both answers of a pair continue one prompt."""
+    samples = pair_rows(LENGTHS, 16, share=True, seed=step)
+    assert len(samples) == ROWS, "a pair per row"
+    reference = -np.arange(1.0, 2 * ROWS + 1, dtype=np.float32) * 4 - step
+    return replace(samples, reference=reference).batch(np.arange(ROWS)[rows])
 
 
 def train_as_rank(section: Model, plan: Plan, train: Train) -> tuple[Trajectory, dict[str, float] | None]:
@@ -70,6 +63,9 @@ LAYOUTS = {
     "tensor": plan(strategy="tensor_parallel", tp=2, grad_accum=4),
     "pipeline": plan(strategy="pipeline", pp=2, grad_accum=4),
     "hybrid": plan(tp=2, pp=2, micro_batch=2, grad_accum=2),
+    "sequence": plan(strategy="sequence_parallel", sp=2, micro_batch=2, grad_accum=2),
+    "ring": plan(strategy="sequence_parallel", cp=2, dp=2, micro_batch=1, grad_accum=2, zero_stage=1),
+    "sequences in stages": plan(pp=2, sp=2, micro_batch=2, grad_accum=2, zero_stage=1),
 }
 CASES = [
     *(("dpo", layout) for layout in LAYOUTS),

@@ -167,7 +167,9 @@ def test_evaluations_show_generated_texts(train: Trainer) -> None:
     assert whole == "the quick" + record["samples"][0]["text"]
 
 
-@pytest.mark.parametrize("overrides", [("strategy.pp=2",), ("strategy.islands=2", "strategy.name=local_sgd")])
+@pytest.mark.parametrize(
+    "overrides", [("strategy={name: pipeline, pp: 2}",), ("strategy.islands=2", "strategy.name=local_sgd")]
+)
 def test_prompts_are_refused_where_no_call_runs_the_model(
     recipe_mapping: dict[str, Any], overrides: tuple[str, ...]
 ) -> None:

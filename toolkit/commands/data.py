@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,9 @@ def _show_sample(console: Console, loaded: Dataset, number: int) -> None:
     if isinstance(loaded.train, GroupRows):
         _show_group(console, loaded, micro, number)
         return
+    if micro.pairs is not None:
+        _show_pairs(console, loaded, micro, number)
+        return
     counted = micro.counted
     console.rule(f"sample {number}: {counted} of {micro.shape[-1]} predictions count")
     if micro.input_ids is None or loaded.tokenizer is None:
@@ -134,6 +138,31 @@ def _show_group(console: Console, loaded: Dataset, micro: MicroBatch, number: in
         score = "" if micro.scores is None else f" ({float(micro.scores[0, place]):g})"
         text = loaded.tokenizer.decode(ids[mask == 1].tolist())
         console.print(f"{place + 1}{score}: {text}", highlight=False, markup=False)
+
+
+def _show_pairs(console: Console, loaded: Dataset, micro: MicroBatch, number: int) -> None:
+    """Print the pairs of a row: each answer after its prompt, and what counts in it."""
+    from toolkit.runtime.models.micro_batch import IGNORE
+
+    located = micro.located()
+    assert located.input_ids is not None
+    assert located.documents is not None
+    ids, labels, documents = located.input_ids.flatten(), located.labels.flatten(), located.documents
+    if documents.branches is not None:
+        ids, labels = ids[documents.branches.source], labels[documents.branches.source]
+        documents = documents.branches.documents
+    console.rule(f"sample {number}: {len(documents.lengths) // 2} pairs, {micro.counted} predictions count")
+    for place, (start, end) in enumerate(itertools.pairwise(documents.bounds.tolist())):
+        own, following = ids[start:end], labels[start:end]
+        pair, kind = divmod(place, 2)
+        if micro.scores is None:
+            name = ("chosen", "rejected")[kind]
+        else:
+            name = ("good" if micro.scores[pair] else "bad", "answer of another row")[kind]
+        length = int((following != IGNORE).nonzero().max()) + 1  # what follows is padding
+        tokens = [*own[:length].tolist(), int(following[length - 1])]
+        shown = _marked(loaded, tokens, [*following[:length].tolist(), IGNORE], IGNORE)
+        console.print(Text.assemble(f"{pair + 1}, {name}: ", shown))
 
 
 def _marked(loaded: Dataset, ids: list[int], labels: list[int], ignored: int) -> Text:

@@ -256,7 +256,9 @@ def _digest_of(samples: PairRows) -> str:
     rows = samples.rows
     assert rows.documents.counted is not None
     parts = (rows.pieces.starts, rows.pieces.lengths, rows.firsts, rows.documents.tokens, rows.documents.counted)
-    return _digest(*(np.ascontiguousarray(part).tobytes() for part in parts), str(rows.seq_len).encode())
+    return _digest(
+        *(np.ascontiguousarray(part).tobytes() for part in parts), f"{rows.seq_len} {samples.shares}".encode()
+    )
 
 
 def _digest(*parts: bytes) -> str:

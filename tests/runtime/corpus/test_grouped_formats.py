@@ -17,6 +17,7 @@ from toolkit.runtime.data.groups import ABSENT, GroupRows
 from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.models.input_spec import input_spec_of
+from toolkit.runtime.models.micro_batch import MicroBatch
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 192}  # fmt: skip
@@ -98,12 +99,20 @@ def test_equal_texts_have_equal_keys(tmp_path: Path) -> None:
     assert keys[0, 0] == keys[2, 0]
 
 
+def complete_texts(batch: MicroBatch) -> str:
+    """The documents of a batch, each with its prompt."""
+    assert batch.input_ids is not None
+    assert batch.documents is not None
+    assert batch.documents.branches is not None
+    return bytes(i for i in batch.input_ids.flatten()[batch.documents.branches.source].tolist() if i < 256).decode()
+
+
 def test_answers_without_pairs_get_the_answer_of_the_row_before(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "response": f"answer {n}", "label": n % 2 == 0} for n in range(3)]
     packed = samples("kto", rows, tmp_path, "data.seq_len=128")
     assert isinstance(packed, PairRows)
     batch = packed.batch(np.arange(len(packed))).located()
-    texts = bytes(i for i in batch.input_ids.flatten().tolist() if i < 256).decode()
+    texts = complete_texts(batch)
     found = {(n, other) for n in range(3) for other in range(3) if f"<user>p{n}\n<assistant>answer {other}" in texts}
     assert found == {(0, 0), (0, 2), (1, 1), (1, 0), (2, 2), (2, 1)}
     good = dict(zip([n for n in range(3) if f"answer {n}" in texts], [1.0, 0.0, 1.0], strict=True))
@@ -116,13 +125,20 @@ def test_pairs_are_two_answers_with_a_label_for_kto(tmp_path: Path) -> None:
     batch = packed.batch(np.arange(len(packed)))
     assert int(batch.pairs.sum()) == 6
     assert sorted(batch.scores.tolist()) == [0.0] * 3 + [1.0] * 3
-    texts = bytes(i for i in batch.input_ids.flatten().tolist() if i < 256).decode()
+    texts = complete_texts(batch)
     assert "<user>p1\n<assistant>good 0" in texts, "mismatched with the same kind of answer of another prompt"
 
 
 def test_labels_where_pairs_are_needed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has answers with a label; reward needs pairs"):
         samples("kto", [GOOD["kto"]], tmp_path, "train.objective=reward")
+
+
+def test_labels_without_answers_miss_the_response(tmp_path: Path) -> None:
+    """TRL's name of the column is `completion`; that it lacks `chosen` would not help."""
+    row = {"prompt": "why?", "completion": "because", "label": True}
+    with pytest.raises(BadInput, match="has no column 'response'; it has prompt, completion, label"):
+        samples("kto", [row], tmp_path)
 
 
 def test_the_data_command_shows_all_texts_of_a_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

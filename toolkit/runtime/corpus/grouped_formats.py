@@ -166,7 +166,7 @@ def make_format(section: Data, tokenizer: Tokenizer, names: tuple[str, ...] = ()
         return Answers(tokenizer, section)
     if section.format == "preference":
         labelled = LabelledAnswers(tokenizer, section)
-        unpaired = section.chosen_column not in given and set(labelled.columns) <= set(given)
+        unpaired = section.chosen_column not in given and section.label_column in given
         return labelled if unpaired else Preferences(tokenizer, section)
     if section.format == "pairs":
         return QueryPairs(tokenizer, section)

@@ -24,7 +24,7 @@ from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset, check_labels, mixed, split
 from toolkit.runtime.data.groups import GroupRows, mismatched
 from toolkit.runtime.data.images import read_images
-from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut
+from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut, why_not_shared
 from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.data.prefetch import AHEAD
 from toolkit.runtime.data.samples import Labelled, Padded, Samples, Stream, Synthetic
@@ -47,6 +47,11 @@ def load_data(
     section, notes = packing_of(section, recipe.model, objective)
     tokenizer = load_recipe_tokenizer(recipe)
     loader = _Loader(section, spec, tokenizer, once_per_host or SingleProcess(), terminal, objective)
+    if section.format == "preference" and objective != "reward":
+        repeated = why_not_shared(recipe.model)
+        loader = replace(loader, share_prompts=not repeated)
+        what = f"repeated for each answer: {repeated}" if repeated else "computed once for both answers"
+        notes = (*notes, f"prompts of pairs are {what}")
     loaded = loader.stream(recipe.train) if section.streaming else loader.load()
     return replace(loaded, notes=(*notes, *loaded.notes))
 
@@ -107,6 +112,8 @@ class _Loader:
     once_per_host: OncePerHost
     terminal: IO[str] | None
     objective: Objective | None = None
+    share_prompts: bool = False
+    """Whether both answers of a pair continue one prompt."""
 
     def load(self) -> Dataset:
         self._check_tokenizer()
@@ -222,7 +229,8 @@ class _Loader:
             groups = GroupRows.of(documents, numbers, self._texts, section.seq_len, pad)
             return groups.with_keys() if self.objective == "contrastive" else groups
         if section.format == "preference":
-            return PairRows.pack(documents, numbers, section.seq_len, pad, source or str(section.path))
+            share, where = self.share_prompts, source or str(section.path)
+            return PairRows.pack(documents, numbers, section.seq_len, pad, where, share=share)
         if section.format not in PACKED_FORMATS:
             start = self.spec.need_start() if section.format == "seq2seq" else 0
             return Labelled(documents.take(numbers), section.seq_len, pad, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +13,8 @@ from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.corpus.token_documents import Documents, spread
 from toolkit.runtime.models.attention import forward, without_gpu
-from toolkit.runtime.models.build import build_model, load_config
+from toolkit.runtime.models.build import build_model, load_config, skeleton
+from toolkit.runtime.models.documents import Documents as Spans
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.models.tiny_models import VOCABULARY, tiny_config
 from toolkit.runtime.models.trials import tried
@@ -30,6 +32,8 @@ class Pieces:
     """Number of documents that were longer than a sequence."""
     lost_tokens: int = 0
     """Number of tokens that truncation removed."""
+    positions: np.ndarray | None = None
+    """Position of the first input of each piece; None: 0."""
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -144,9 +148,10 @@ class BestFit:
             following = np.where(self.documents.counted[source + 1], following, IGNORE)
         labels.reshape(-1)[spots] = following
         # Padding continues the positions of the last piece: a sequence of one document is then plain causal attention.
-        last = columns[np.cumsum(counts) - 1]
-        positions = np.arange(self.seq_len) - last[:, None]
-        positions.reshape(-1)[spots] = spread(np.zeros(len(lengths), np.int64), lengths)
+        begins = np.zeros(len(lengths), np.int64) if self.pieces.positions is None else self.pieces.positions[pieces]
+        last = np.cumsum(counts) - 1
+        positions = np.arange(self.seq_len) + (begins - columns)[last][:, None]
+        positions.reshape(-1)[spots] = spread(begins, lengths)
         return MicroBatch(torch.from_numpy(ids), torch.from_numpy(labels), position_ids=torch.from_numpy(positions))
 
 
@@ -169,10 +174,21 @@ def check_isolated(section: Model) -> None:
         raise _refusal(reason)
 
 
-def _mixes(section: Model, kind: str) -> str:
+def why_not_shared(section: Model) -> str:
+    """Why prompts of pairs are repeated for a model; empty if they are computed once for both answers."""
+    if section.trust_remote_code:
+        return "the model has code of its own"
+    config = load_config(section)
+    if any("experts" in name for name, _ in skeleton(section).named_parameters()):
+        return "routers of experts are balanced over complete documents"
+    how = [without_gpu(section.attention), section.task]
+    return tried("shared prompts", tiny_config(config), how, lambda: _mixes(section, config.model_type, shared=True))
+
+
+def _mixes(section: Model, kind: str, shared: bool = False) -> str:
     """How packed documents of a model's type differ from single ones; empty if they do not."""
     try:
-        difference = largest_leak(section)
+        difference = largest_leak(section, shared)
     except TinyModelFailed as error:
         return f"that can't be tested: a tiny {kind} model does not run ({error})"
     except Exception as error:  # a forward pass without position ids may raise anything
@@ -182,26 +198,55 @@ def _mixes(section: Model, kind: str) -> str:
     return f"{kind} mixes them (logits of packed and single documents differ by {difference:.1e})"
 
 
-def largest_leak(section: Model) -> float:
-    """Largest difference between a document's logits when packed with others, in two rows, and when alone."""
+def largest_leak(section: Model, shared: bool = False) -> float:
+    """Largest difference between a document's logits when packed with others, in two rows, and when alone.
+
+    `shared`: documents are pairs that share their beginning.
+    """
     config = tiny_config(load_config(section))
     if "kv_lora_rank" in config:  # latent attention has one key per head
         config["num_key_value_heads"] = config["num_attention_heads"]
     tiny = Model(config=config, init="scratch", precision="fp32", attention=without_gpu(section.attention))
-    generator = torch.Generator().manual_seed(0)
-    # Two rows with different bounds: a kernel that takes the bounds of one row for all would show.
-    lengths = [*LENGTHS, *reversed(LENGTHS)]
-    documents = [torch.randint(3, VOCABULARY - 1, (length,), generator=generator) for length in lengths]
-    ids = torch.cat(documents).view(2, -1)
-    positions = torch.cat([torch.arange(length) for length in lengths]).view(2, -1)
+    packed, documents = _paired() if shared else _packed()
     with torch.no_grad():
         try:
             model = build_model(replace(tiny, task=section.task), seed=0).eval()
             alone = torch.cat([model(input_ids=own[None], use_cache=False).logits[0] for own in documents])
         except Exception as error:
             raise TinyModelFailed(first_line(error)) from None
-        packed = forward(model, MicroBatch(ids, ids, position_ids=positions)).logits.flatten(0, 1)
-    return float((packed - alone).abs().max())
+        found = forward(model, packed).logits.flatten(0, 1)
+    if packed.documents is not None and packed.documents.branches is not None:
+        found = found[packed.documents.branches.source]
+    return float((found - alone).abs().max())
+
+
+def _made_up(lengths: Sequence[int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCABULARY - 1, (length,), generator=generator) for length in lengths]
+
+
+def _packed() -> tuple[MicroBatch, list[torch.Tensor]]:
+    """Documents of different lengths, packed and alone.
+
+    Two rows with different bounds: a kernel that takes the bounds of one row for all would show.
+    """
+    lengths = [*LENGTHS, *reversed(LENGTHS)]
+    documents = _made_up(lengths)
+    ids = torch.cat(documents).view(2, -1)
+    positions = torch.cat([torch.arange(length) for length in lengths]).view(2, -1)
+    return MicroBatch(ids, ids, position_ids=positions), documents
+
+
+def _paired() -> tuple[MicroBatch, list[torch.Tensor]]:
+    """Pairs of documents that share their beginning, packed and alone; each row has a pair."""
+    lengths = [*LENGTHS, *reversed(LENGTHS)]
+    parts = _made_up(lengths)
+    ids = torch.cat(parts).view(2, -1)
+    rows = [(parts[at], parts[at + 1], parts[at + 2]) for at in (0, 3)]
+    positions = [torch.arange(len(begin), len(begin) + len(rest)) for begin, *rests in rows for rest in rests]
+    places = torch.cat([torch.arange(len(rows[0][0])), *positions[:2], torch.arange(len(rows[1][0])), *positions[2:]])
+    micro = MicroBatch(ids, ids, position_ids=places.view(2, -1), documents=Spans.of_pairs(lengths, 2))
+    return micro, [torch.cat([begin, rest]) for begin, *rests in rows for rest in rests]
 
 
 def _refusal(why: str) -> BadInput:

@@ -45,8 +45,10 @@ class ContrastiveLoss:
     A candidate with the same text as the query's own positive is not a negative.
     """
 
-    def __init__(self, settings: Contrastive, replica: int, replicas: int) -> None:
+    def __init__(self, settings: Contrastive, replica: int, replicas: int, *, counts: bool = True) -> None:
+        """`counts`: whether this rank counts its texts. Of ranks that share the tokens of texts, one does."""
         self._settings = settings
+        self._counts = counts
         self._replica, self._replicas = replica, replicas
         self.figures = Figures(("accuracy", "positive_similarity"))
         self.recorded: list[torch.Tensor] | None = None
@@ -91,15 +93,17 @@ class ContrastiveLoss:
         with torch.enable_grad():
             losses, hits, similarity = self._losses(Embedded(vectors, found.keys, found.present), own)
             (gradient,) = torch.autograd.grad(losses.sum(), vectors)
-        gradient = total(gradient)[own]  # every rank has the part of its own queries
+        share = float(self._counts)
+        gradient = share * total(share * gradient)[own]  # every rank that counts has the part of its own queries
+        losses, hits = share * losses.detach(), share * hits.double()
         rows = gradient.reshape(len(batch), -1, gradient.shape[-1])
-        self._ready = list(zip(rows, losses.detach().view(len(batch), -1), strict=True))
+        self._ready = list(zip(rows, losses.view(len(batch), -1), strict=True))
         self.figures.take()  # those of an evaluation are not of a step
-        self.figures.add({"accuracy": hits, "positive_similarity": similarity}, found.present[own].float())
-        return torch.stack([losses.detach().double().sum(), hits.double().sum()])
+        self.figures.add({"accuracy": hits, "positive_similarity": similarity}, share * found.present[own].float())
+        return torch.stack([losses.double().sum(), hits.sum()])
 
     def _gathered(self, batch: Sequence[MicroBatch], vectors: torch.Tensor, total: Total) -> Embedded:
-        """Embeddings of all replicas. Slots of others are zeros, so a sum gathers."""
+        """Embeddings of all replicas. Slots of others, and of ranks that do not count, are zeros, so a sum gathers."""
         where = vectors.device
         present = torch.cat([micro.labels != IGNORE for micro in batch]).to(where, torch.long, non_blocking=True)
         keys = torch.cat([micro.keys for micro in batch if micro.keys is not None]).to(where, non_blocking=True)
@@ -107,7 +111,8 @@ class ContrastiveLoss:
 
         def everywhere(values: torch.Tensor) -> torch.Tensor:
             whole = values.new_zeros(self._replicas, *values.shape)
-            whole[self._replica] = values
+            if self._counts:
+                whole[self._replica] = values
             return total(whole).flatten(0, 1)
 
         return Embedded(everywhere(own), everywhere(keys), everywhere(present).bool())

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from toolkit.recipe.objective_sections import Objective, Preference
+from toolkit.runtime.distributed.process_group import all_sum
 from toolkit.runtime.models.loss import Loss, PredictsTokens
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.objectives.objective import Figures, Total
@@ -34,6 +36,8 @@ class Pairs:
     reference: torch.Tensor
     present: torch.Tensor
     """1 for a pair, 0 for padding."""
+    reported: torch.Tensor
+    """As `present`, but 0 on all but one of the ranks that share the tokens of a sequence."""
 
     @property
     def mean_logps(self) -> torch.Tensor:
@@ -89,10 +93,18 @@ _PER_TOKEN = ("simpo", "orpo", "ipo")
 class _AnswerLoss:
     """What losses of answers have in common, around the loss that gives each token's cross-entropy."""
 
-    def __init__(self, inner: Loss, objective: Objective, settings: Preference, figures: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        inner: Loss,
+        objective: Objective,
+        settings: Preference,
+        figures: tuple[str, ...],
+        sharing: SequenceRanks | None,
+    ) -> None:
         self._inner = inner
         self._settings = settings.of(objective)
         self._micro: MicroBatch | None = None
+        self._sharing = sharing
         self.figures = Figures(figures)
         self.recorded: list[torch.Tensor] | None = None
         """If it is a list: log-probabilities of the documents of every micro-batch are appended."""
@@ -111,16 +123,26 @@ class _AnswerLoss:
         assert isinstance(self._inner, PredictsTokens)
         return self._inner.likeliest(logits)
 
+    def _pairs(self, logits: torch.Tensor, labels: torch.Tensor) -> Pairs:
+        return pairs_of(self._inner, self._micro, logits, labels, self._sharing)
+
+    def _sum(self, losses: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """The loss of a micro-batch. Ranks that share its tokens all have the gradient of their tokens; one reports."""
+        whole = (losses * pairs.present).sum()
+        return whole - whole.detach() + (losses.detach() * pairs.reported).sum() if self._sharing else whole
+
 
 class PreferenceLoss(_AnswerLoss):
     """`Loss` of pairs."""
 
-    def __init__(self, inner: Loss, objective: Objective, settings: Preference) -> None:
-        super().__init__(inner, objective, settings, FIGURES)
+    def __init__(
+        self, inner: Loss, objective: Objective, settings: Preference, sharing: SequenceRanks | None = None
+    ) -> None:
+        super().__init__(inner, objective, settings, FIGURES, sharing)
         self._objective = objective
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        pairs = pairs_of(self._inner, self._micro, logits, labels)
+        pairs = self._pairs(logits, labels)
         losses = _LOSSES[self._objective](pairs, self._settings)
         if self._settings.sft_weight:
             losses = losses - self._settings.sft_weight * pairs.mean_logps[:, 0]
@@ -128,12 +150,12 @@ class PreferenceLoss(_AnswerLoss):
             self.recorded.append(pairs.logps.detach().flatten())
         if torch.is_grad_enabled():
             self._note(pairs)
-        return (losses * pairs.present).sum()
+        return self._sum(losses, pairs)
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Pairs whose chosen answer has the larger reward."""
-        pairs = pairs_of(self._inner, self._micro, logits, labels)
-        return ((pairs.ahead(self._rewards(pairs)) > 0) * pairs.present).sum().long()
+        pairs = self._pairs(logits, labels)
+        return ((pairs.ahead(self._rewards(pairs)) > 0) * pairs.reported).sum().long()
 
     def _rewards(self, pairs: Pairs) -> torch.Tensor:
         ahead = (pairs.logps - pairs.reference).detach()
@@ -141,10 +163,10 @@ class PreferenceLoss(_AnswerLoss):
 
     @torch.no_grad()
     def _note(self, pairs: Pairs) -> None:
-        rewards, present = self._rewards(pairs), pairs.present
+        rewards = self._rewards(pairs)
         ahead = pairs.ahead(rewards)
         rows = (rewards[:, 0], rewards[:, 1], ahead, ahead > 0, pairs.logps[:, 0], pairs.logps[:, 1])
-        self.figures.add(dict(zip(FIGURES, rows, strict=True)), present)
+        self.figures.add(dict(zip(FIGURES, rows, strict=True)), pairs.reported)
 
 
 class UnpairedLoss(_AnswerLoss):
@@ -154,19 +176,22 @@ class UnpairedLoss(_AnswerLoss):
     the global batch, estimates the KL divergence from the reference; it is computed first, without gradients.
     """
 
-    def __init__(self, inner: Loss, settings: Preference) -> None:
-        super().__init__(inner, "kto", settings, UNPAIRED_FIGURES)
+    def __init__(self, inner: Loss, settings: Preference, sharing: SequenceRanks | None = None) -> None:
+        super().__init__(inner, "kto", settings, UNPAIRED_FIGURES, sharing)
         self._divergence: torch.Tensor | None = None
+        self._known: list[Pairs] = []
+        """Answers of the micro-batches that were recorded."""
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        pairs = pairs_of(self._inner, self._micro, logits, labels)
+        pairs = self._pairs(logits, labels)
         if self.recorded is not None:
+            self._known = [*(self._known if self.recorded else ()), pairs]
             self.recorded.append(pairs.logps.detach().flatten())
             return pairs.logps.sum() * 0
         losses, rewards, good = self._losses(pairs, self._micro)
         if torch.is_grad_enabled():
-            self._note(rewards.detach(), good, pairs.present)
-        return (losses * pairs.present).sum()
+            self._note(rewards.detach(), good, pairs.reported)
+        return self._sum(losses, pairs)
 
     def num_correct(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Unused: `settle` counts the answers whose reward has the right sign."""
@@ -176,15 +201,15 @@ class UnpairedLoss(_AnswerLoss):
         """Estimate the divergence; return loss and correct answers of this rank. See `TwoPass`."""
         if not self.recorded:
             return None
-        known = [_recorded_pairs(micro, logps) for micro, logps in zip(batch, self.recorded, strict=True)]
+        known, self._known = self._known, []
         gained = [((pairs.logps - pairs.reference)[:, 1] * pairs.present).sum() for pairs in known]
         sums = total(torch.stack([torch.stack(gained).sum(), torch.stack([p.present.sum() for p in known]).sum()]))
         self._divergence = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
         found = torch.zeros(2, dtype=torch.float64, device=sums.device)
         for micro, pairs in zip(batch, known, strict=True):
             losses, rewards, good = self._losses(pairs, micro)
-            right = ((rewards > 0) == good.bool()) * pairs.present
-            found += torch.stack([(losses * pairs.present).sum().double(), right.sum().double()])
+            right = ((rewards > 0) == good.bool()) * pairs.reported
+            found += torch.stack([(losses * pairs.reported).sum().double(), right.sum().double()])
         return found
 
     def _losses(self, pairs: Pairs, micro: MicroBatch | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -214,31 +239,48 @@ class UnpairedLoss(_AnswerLoss):
         self.figures.add(values, present)
 
 
-def pairs_of(inner: Loss, micro: MicroBatch | None, logits: torch.Tensor, labels: torch.Tensor) -> Pairs:
+@dataclass(frozen=True)
+class SequenceRanks:
+    """The ranks that share the tokens of every sequence."""
+
+    group: Any
+    first: bool
+    """Whether this rank reports what all of them have computed."""
+
+
+def pairs_of(
+    inner: Loss,
+    micro: MicroBatch | None,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    sharing: SequenceRanks | None = None,
+) -> Pairs:
     """Log-probabilities of the answers of a micro-batch, from the loss of each token."""
     assert micro is not None, "the loss of pairs needs the micro-batch before the forward pass"
     assert micro.documents is not None, "the loss of pairs needs the bounds of documents"
-    bounds = micro.documents.bounds.long()
-    logps = -_by_document(inner.per_token(logits, labels).flatten(), bounds)
-    counts = _by_document((labels != IGNORE).flatten().to(logps.dtype), bounds)
-    return _made(logps, counts, micro.reference)
+    logps = -inner.per_token(logits, labels).flatten()
+    counted = (labels != IGNORE).flatten().to(logps.dtype)
+    bounds = micro.documents.bounds if micro.own_bounds is None else micro.own_bounds
+    # `unsafe`: the bounds are known to be right, and need not be read.
+    parts = [torch.segment_reduce(each, "sum", offsets=bounds.long(), unsafe=True) for each in (logps, counted)]
+    sums = torch.stack(parts)
+    if sharing is not None:
+        sums = _OverRanks.apply(sums, sharing.group)  # type: ignore[no-untyped-call]
+    # The beginning that two documents share is a prompt, in which nothing counts.
+    answers = sums.view(2, -1, 2 if micro.documents.branches is None else 3)[..., -2:]
+    known = torch.zeros_like(answers[0]) if micro.reference is None else micro.reference.to(logps.dtype).view(-1, 2)
+    present = (answers[1] > 0).all(1).to(logps.dtype)
+    reported = present if sharing is None or sharing.first else torch.zeros_like(present)
+    return Pairs(answers[0], answers[1].clamp_min(1), known, present, reported)
 
 
-def _recorded_pairs(micro: MicroBatch, logps: torch.Tensor) -> Pairs:
-    located = micro.located()
-    assert located.documents is not None
-    bounds = located.documents.bounds.to(logps.device).long()
-    counted = (located.labels != IGNORE).flatten().to(logps.device, logps.dtype)
-    reference = None if micro.reference is None else micro.reference.to(logps.device)
-    return _made(logps, _by_document(counted, bounds), reference)
+class _OverRanks(torch.autograd.Function):
+    """Sums over the ranks that share sequences. Each rank has the gradient of its own tokens."""
 
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        return all_sum(values.clone(), group)
 
-def _made(logps: torch.Tensor, counts: torch.Tensor, reference: torch.Tensor | None) -> Pairs:
-    known = torch.zeros_like(logps) if reference is None else reference.to(logps.dtype)
-    halves = [tensor.view(-1, 2) for tensor in (logps, counts, known)]
-    return Pairs(halves[0], halves[1].clamp_min(1), halves[2], (halves[1] > 0).all(1).to(logps.dtype))
-
-
-def _by_document(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Sums of the values of each document. `unsafe`: the bounds are known to be right, and need not be read."""
-    return torch.segment_reduce(values, "sum", offsets=bounds, unsafe=True)
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
