@@ -15,8 +15,8 @@ LIGER := $(VENV)/liger
 # A local S3 server for tests of buckets, apart as well: it runs as a process of its own.
 S3 := $(VENV)/s3
 
-# What tests of many hosts and of Slurm use; without root they are skipped, and say so.
-TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client
+# What tests of many hosts, of Slurm and of pages use; without root, tests of hosts and Slurm are skipped, and say so.
+TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slurmd slurm-client chromium fonts-liberation
 
 .PHONY: demo test quick fuzz check audit format generate lock clean test-packages
 
@@ -28,7 +28,7 @@ test: $(INSTALLED) $(LIGER) $(S3) test-packages
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 
 # Without the tests that take long.
-quick: $(INSTALLED)
+quick: $(INSTALLED) test-packages
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # Ten minutes of random files for every reader of files, two readers at a time.

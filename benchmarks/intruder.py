@@ -35,7 +35,6 @@ from toolkit.runtime.supervision.warm_pool import run_warm
 from toolkit.sessions.resolve import resolve
 
 NOBODY = 65534
-STEPS = 60
 HANG_SECONDS = 600
 """A run that has not ended by then was made to hang; left alone it takes seconds, on a busy machine minutes."""
 LAUNCHERS = ("local", "deepspeed", "torchrun", "accelerate")
@@ -117,14 +116,14 @@ def try_one(recipe: Path, run: Path, expected: dict[int, float], kind: str, how:
     return Outcome(kind, how, code != 0 or commands.losses(run) != expected, proof.exists(), found)
 
 
-def measure(tries: int) -> Iterator[Outcome]:
-    """Every attack in turn."""
+def measure(tries: int, steps: int) -> Iterator[Outcome]:
+    """Every attack in turn, on runs of so many steps."""
     with tempfile.TemporaryDirectory(prefix="intruder-") as name:
         directory = Path(name)
         directory.chmod(0o755)
         (directory / "stranger").mkdir()
         os.chown(directory / "stranger", NOBODY, NOBODY)  # where code of the stranger would leave its proof
-        recipe = commands.write_recipe(directory, STEPS, STEPS // 2)
+        recipe = commands.write_recipe(directory, steps, steps // 2, strategy={"name": "data_parallel"})
         assert train(recipe, directory / "alone", "warm") == 0
         expected = commands.losses(directory / "alone")
         kinds = ["enter", *stranger.ATTACKS]
@@ -148,6 +147,7 @@ def main() -> int:
     """Attack and print the counts; the exit code is 1 if a try succeeded."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tries", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
     parser.add_argument("--open", action="store_true", help="let gloo listen where the stranger can connect")
     args = parser.parse_args()
     if os.getuid() != 0:
@@ -156,7 +156,7 @@ def main() -> int:
     if args.open:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     outcomes: list[Outcome] = []
-    for one in measure(args.tries):
+    for one in measure(args.tries, args.steps):
         outcomes.append(one)
         verdict = "ok" if one.ok else "RUN ENDED OR CHANGED" if one.ended else "CODE EXECUTED, OR A NETWORK ENTERED"
         print(f"{len(outcomes)}: {one.kind}, {one.how}: {verdict}; {one.found}", flush=True)

@@ -51,8 +51,9 @@ def pipeline_sizes(strategy: str, job: Job) -> Iterator[int | Refusal]:
 def schedules(job: Job, pp: int, tp: int = 1) -> Iterator[dict[str, Any]]:
     """Schedules of a pipeline to try, as axes of a `Space`: those that the recipe fixes, or a few that may pay off.
 
-    More chunks make the bubble smaller and traffic larger; beyond `MOST_CHUNKS` mostly the traffic grows. What a
-    zero-bubble schedule does not allow is tried only if the recipe asks for it, and then refused with the reason.
+    More chunks make the bubble smaller and traffic larger; beyond `MOST_CHUNKS` mostly the traffic grows. A zero-bubble
+    schedule keeps all activations: beside tensor shards, which large models have to save memory, it is tried only if
+    the recipe asks for it.
     """
     if pp == 1:
         yield {}

@@ -9,14 +9,16 @@ Everything that it prints goes to `logs/rank-N.log`; only progress (rank 0) and 
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from toolkit.launching import private_network
 from toolkit.launching.stop_signals import StopRequest, ignore
@@ -204,15 +206,6 @@ def _choose_interface(world: World) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def drop_unwritten() -> None:
-    """Drop output that a full disk does not take: Python would try again at its end, and exit with code 120 instead."""
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-
-
 def _choose_algorithm(recipe: Recipe) -> None:
     """NCCL reads it when it starts; set here, it is the same under every launcher."""
     os.environ.update(nccl_settings(recipe.train.reduce.algorithm, os.environ))
@@ -236,8 +229,21 @@ def _prepare(resolved: Resolved, wanted: Path | None, rank: Rank) -> RunDir:
     return RunDir(Path(answer_of_rank_zero(make, rank.number)))
 
 
+def leave(code: int) -> NoReturn:
+    """End the process after what was registered to run at its end.
+
+    Not by `sys.exit`: up to Python 3.13 a daemon thread that returns from native code (gloo, torch) while Python is
+    torn down is unwound through frames that do not allow it, and a complete run would end in SIGABRT.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # as Python does: ends pools, waits for threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the disk is full
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     CODE = main(stop=EARLY)
     ignore()  # Python would restore the default, and the exit code would be lost
-    drop_unwritten()
-    sys.exit(CODE)
+    leave(CODE)

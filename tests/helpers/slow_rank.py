@@ -10,7 +10,7 @@ from toolkit.runtime.pipeline.engine import PipelineEngine
 from toolkit.runtime.supervision.warm_pool import enter_worker
 
 SLOW_RANK = 1
-SLEEP_SECONDS = 0.05
+SLEEP_SECONDS = 0.15
 
 
 def enter(argv: tuple[str, ...], env: dict[str, str]) -> None:

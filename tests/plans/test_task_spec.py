@@ -52,7 +52,8 @@ def test_types_that_can_not_be_planned_are_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "task", "strategy", "reason"),
     [
-        ("bert", "classification", "{name: sequence_parallel, sp: 2}", "the per-token loss of a causal"),
+        ("llama", "classification", "{name: sequence_parallel, sp: 1, cp: 2}", "one result of a complete text"),
+        ("t5", "seq2seq", "{name: sequence_parallel, sp: 2}", "splits the tokens of one sequence"),
         ("bert", "classification", "{name: tensor_parallel, tp: 2, tensor_by: autotp}", "AutoTP is tried on causal"),
         ("t5", "seq2seq", "{name: pipeline, pp: 2}", "each stage would compute the whole encoder"),
     ],

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.harness.disturbances import memory_group
@@ -22,7 +23,7 @@ from toolkit.launching.launchers import Command
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.heartbeat import Beat
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision.supervise import run_all
+from toolkit.runtime.supervision.supervise import OwnWorkers, run_all
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +120,7 @@ from pathlib import Path
 from toolkit.errors import RankFailed
 from toolkit.launching.launchers import Command
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision.supervise import run_all
+from toolkit.runtime.supervision.supervise import OwnWorkers, run_all
 run = RunDir(Path(sys.argv[1]))
 run.heartbeats.mkdir()
 hungry = "held = []\\nwhile True: held.append(bytearray(1 << 20))"
@@ -158,3 +159,19 @@ def test_a_planted_heartbeat_gets_no_bystander_signalled(tmp_path: Path, hangs: 
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_clock_that_is_set_loses_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil derives the time at which a process began from the host's clock: it moves when the clock is set."""
+    worker = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        own = OwnWorkers(RunDir(tmp_path))
+        own.processes.append(worker)
+        assert own.owns(worker.pid)
+        began = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: began(process) + 2.8)
+        assert own.owns(worker.pid)
+    finally:
+        worker.kill()
+        worker.wait()
+    assert not own.owns(worker.pid)

@@ -132,7 +132,6 @@ def test_schedules_that_can_not_fill_are_bad_input(
     ("axes", "words"),
     [
         ("name: pipeline, pp: 2, schedule: zero_bubble, recompute: full", "which is what recomputation frees"),
-        ("name: hybrid, pp: 2, tp: 2, schedule: zero_bubble", "tensor shards compute theirs"),
         ("name: zero, schedule: interleaved", "zero has no pipeline to order"),
     ],
 )

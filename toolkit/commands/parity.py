@@ -12,7 +12,7 @@ from toolkit.commands.common import add_recipe_arguments, read_recipe
 from toolkit.errors import NoPlanFits
 from toolkit.launching import environment
 from toolkit.reports.tables import plain
-from toolkit.sessions.parity import Outcome, compare, parity_json, reference
+from toolkit.sessions.parity import Outcome, cases, compare, parity_json, reference
 from toolkit.sessions.preflight import check
 
 
@@ -32,12 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if every strategy that can run agrees with one process, 1 if one does not, 3 if none can run."""
     console = Console(stderr=args.json)
-    recipe, nproc = check(read_recipe(args), environment.environment(), plain(console)), args.nproc or 2
+    say, nproc = plain(console), args.nproc or 2
+    recipe, wanted = check(read_recipe(args), environment.environment(), say), len(cases(args.strategies, nproc))
     with console.status("one process") as status:
         expected = reference(recipe, args.steps)
         outcomes = []
         for outcome in compare(recipe, args.steps, nproc, args.strategies, expected):
             outcomes.append(outcome)
+            say(f"{len(outcomes)} of {wanted}: {outcome.name} {_found(outcome)}")  # all strategies take minutes
             status.update(f"{outcome.name} done")
     if args.json:
         print(json.dumps(parity_json(args.steps, expected, outcomes), indent=1))
@@ -46,6 +48,13 @@ def run(args: argparse.Namespace) -> int:
     if all(outcome.refused for outcome in outcomes):
         raise NoPlanFits("no strategy can run this recipe:\n" + "\n".join(f"  {o.name}: {o.refused}" for o in outcomes))
     return 0 if all(outcome.ok or outcome.refused for outcome in outcomes) else 1
+
+
+def _found(outcome: Outcome) -> str:
+    if outcome.refused:
+        return "refused"
+    verdict = "ok" if outcome.ok else "off"
+    return f"{verdict}, loss {outcome.max_rel_diff:.1e}, grad norm {outcome.max_rel_norm_diff:.1e}"
 
 
 def _table(outcomes: list[Outcome], steps: int, nproc: int) -> Table:

@@ -21,7 +21,7 @@ from toolkit.launching import launchers
 from toolkit.recipe.file import dump_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.reports.tables import plain, show_decision, show_notes
-from toolkit.run_dir.layout import new_run_path
+from toolkit.run_dir import layout
 from toolkit.sessions.hosts import LaunchOptions, planned_commands
 from toolkit.sessions.islands import join_job
 from toolkit.sessions.prepare import prepare_training
@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Train a recipe on this host, or on those of a hostfile or a Ray cluster."""
     console = Console()
     recipe, nproc, options = _read(args)
+    if args.run_dir is not None and not args.dry_run:
+        _check_run_dir(args.run_dir, recipe)
     resolved = prepare_training(
         recipe,
         nproc,
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if resolved.decision.chosen is None:
         show_decision(resolved.decision, console)
     _ = resolved.chosen  # raises if no plan fits
-    path = args.run_dir or new_run_path(resolved.recipe.output, resolved.recipe.name)
+    path = args.run_dir or layout.new_run_path(resolved.recipe.output, resolved.recipe.name)
     if args.dry_run:
         _show_dry_run(resolved, planned_commands(options.launcher, path, resolved.job.cluster, options.hosts), console)
         return 0
@@ -79,6 +81,16 @@ def _read(args: argparse.Namespace) -> tuple[Recipe, int | None, LaunchOptions]:
     options = read_join_options(args)
     joining = join_job(options.islands, [*([args.recipe] if args.recipe else []), *args.overrides], args.nproc)
     return joining.recipe, joining.nproc, replace(options, islands=joining.options)
+
+
+def _check_run_dir(path: Path, recipe: Recipe) -> None:
+    """Raise `BadInput` for a directory of something else, before the time that a proof and a rehearsal take.
+
+    One with a lock is left to the lock, which says whose run it is.
+    """
+    section = recipe.checkpoint
+    if not (path / layout.LOCK).exists() and not layout.can_resume(path, section.resume, section.every):
+        layout.check_free(path)
 
 
 def _show_dry_run(resolved: Resolved, commands: Mapping[str, Sequence[launchers.Command]], console: Console) -> None:

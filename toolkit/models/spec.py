@@ -21,6 +21,15 @@ from toolkit.models.config_reader import known_type, needs_counting, resolve, te
 __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
 
+OWN_ATTENTION = frozenset(
+    {
+        "bloom", "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
+        "rembert", "roformer", "xglm", "xlm",
+    }
+)  # fmt: skip
+"""Types that compute the scores of all pairs of tokens in code of their own, whatever kernel is asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Shape and exact parameter count of a decoder."""
@@ -69,6 +78,11 @@ class ModelSpec:
     """Parameters of each layer that one token visits; equals `layer_params` without experts."""
     head_params: int
     """Parameters after the last layer: final norm and output head (0 for the head where it is tied)."""
+
+    @property
+    def full_scores(self) -> bool:
+        """Whether attention holds a score for every pair of tokens, even if flash kernels are there."""
+        return self.model_type in OWN_ATTENTION
 
     @property
     def params(self) -> int:

@@ -13,6 +13,8 @@ IMAGES = {"image_size": 16, "patch_size": 4}
 HEAD_DIM = 16
 VOCABULARY = 128
 POSITIONS = 128
+WINDOW = 5
+"""Tokens of a sliding window: fewer than a tiny sequence has, else the window would cut nothing off."""
 
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_dim", "word_embed_proj_dim")
 _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim")

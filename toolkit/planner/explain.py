@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -110,9 +111,9 @@ WARMUP = 5 / 90
 """Fraction of a run to warm up a scaled learning rate: 5 of 90 epochs (Goyal et al. 2017)."""
 
 
-def caveats(plan: Plan, train: Train, balance: Balance | None = None) -> list[str]:
+def caveats(plan: Plan, train: Train, balance: Balance | None = None, experts_per_visit: float = math.inf) -> list[str]:
     """What users should know about a plan, one sentence each; none for a plan that is exact and ordinary."""
-    routers = balance_lines(balance) if balance else ()
+    routers = balance_lines(balance, experts_per_visit) if balance else ()
     return [*_batch(train), *_decay(train), *routers, *_wire(plan, train)]
 
 

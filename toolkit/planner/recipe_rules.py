@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from toolkit.plans.noise_scale import tells_noise
 from toolkit.plans.plan import UNKEEPABLE, Plan, Refusal, unkeepable
+from toolkit.recipe.model_section import ONE_RESULT
 from toolkit.recipe.sections import Recipe
 
 
@@ -29,10 +30,16 @@ class RecipeRule:
 
 RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
-        asks=lambda recipe: recipe.train.objective is not None,
-        forbids=lambda recipe, plan: plan.token_parts > 1,
-        reason="train.objective {recipe.train.objective} reads complete texts, and sequence parallel cuts them; "
-        "use data_parallel, zero, tensor_parallel, pipeline or hybrid",
+        asks=lambda recipe: recipe.model.task in ONE_RESULT,
+        forbids=lambda recipe, plan: plan.cp > 1 or (plan.sp > 1 and plan.pp > 1),
+        reason="classes, scores and embeddings are one result of a complete text, which is gathered over sp ranks of a "
+        "whole model, not over a ring or in a stage; use sp without cp and pp",
+        limits="classes, scores and embeddings of texts with `cp`, or with `sp` and `pp`",
+    ),
+    RecipeRule(
+        asks=lambda recipe: recipe.model.task in ONE_RESULT,
+        forbids=lambda recipe, plan: recipe.data.seq_len % plan.sp > 0,
+        reason="sp {plan.sp} does not divide texts of {recipe.data.seq_len} tokens (data.seq_len)",
     ),
     RecipeRule(
         asks=lambda recipe: recipe.train.objective is not None,
@@ -69,10 +76,9 @@ RULES: tuple[RecipeRule, ...] = (
         limits="sample prompts with a pipeline, shares of tokens, sequence parallel or islands",
     ),
     RecipeRule(
-        asks=lambda recipe: _has_other_task(recipe),
+        asks=lambda recipe: recipe.model.task in ("seq2seq", "image-classification"),
         forbids=lambda recipe, plan: plan.token_parts > 1,
-        reason="sequence parallel needs the per-token loss of a causal language model; data.format needs "
-        "{recipe.model.task}",
+        reason="sequence parallel splits the tokens of one sequence; data.format needs {recipe.model.task}",
     ),
     RecipeRule(
         asks=lambda recipe: _has_other_task(recipe),

@@ -31,12 +31,6 @@ RULES: tuple[Rule, ...] = (
         limits="zero bubble with recompute",
     ),
     Rule(
-        forbids=lambda plan, job: plan.schedule == "zero_bubble" and plan.tp > 1,
-        reason="zero_bubble puts off the weight gradients of complete linear layers, and tensor shards compute theirs "
-        "beside their reductions; use schedule interleaved",
-        limits="zero bubble with tensor shards",
-    ),
-    Rule(
         forbids=lambda plan, job: plan.schedule == "zero_bubble" and job.workload.compiled,
         reason="zero_bubble takes the backward pass of linear layers apart, which compiled layers do not have; use "
         "schedule interleaved, or model.compile: none",
@@ -54,11 +48,6 @@ RULES: tuple[Rule, ...] = (
         forbids=lambda plan, job: plan.tp > 1 and job.model.heads // plan.tp % plan.sp > 0,
         reason="sp must divide the attention heads of a tensor rank; use a smaller sp or tp, or cp",
         limits="sequence ranks that do not divide a tensor rank's heads",
-    ),
-    Rule(
-        forbids=lambda plan, job: plan.cp > 1 and 0 < job.model.window < job.workload.seq_len,
-        reason="ring attention has no windows: what a window cuts off is no rectangle; use sp",
-        limits="ring attention with windows",
     ),
     Rule(
         forbids=lambda plan, job: plan.cp > 1 and plan.precision == "fp32" and job.cluster.device.backend != "cpu",
@@ -109,12 +98,6 @@ RULES: tuple[Rule, ...] = (
         reason="train.router.loss micro_batch multiplies statistics of all layers, and a stage knows only its own; "
         "use sequence",
         limits="train.router.loss micro_batch with a pipeline",
-    ),
-    Rule(
-        forbids=lambda plan, job: plan.pp > 1 and job.workload.balance.capacity_factor > 0,
-        reason="train.router.capacity_factor is not proven in a pipeline, where a layer is recomputed while another "
-        "micro-batch is routed; use pp 1",
-        limits="train.router.capacity_factor with a pipeline",
     ),
     Rule(
         forbids=lambda plan, job: plan.tensor_by == "autotp" and job.workload.balance.is_active,

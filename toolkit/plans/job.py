@@ -19,8 +19,8 @@ from toolkit.plans.plan import Job, Workload
 from toolkit.plans.router_balance import balance_of, balance_problems
 from toolkit.recipe.batch_sections import Outer
 from toolkit.recipe.data_checks import texts_per_sample
-from toolkit.recipe.model_section import Model
-from toolkit.recipe.objective_sections import TWICE
+from toolkit.recipe.model_section import ONE_RESULT, Model
+from toolkit.recipe.objective_sections import ANSWERS, PROMPT_SHARE, TWICE
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.resources import CONFIGS
 
@@ -31,8 +31,10 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
     """Everything that planning depends on; raises `BadInput` if model, data and cluster do not match."""
     config = raw_config(recipe.model)
+    model = task_spec(config, recipe.model)
+    shares = recipe.train.objective in ANSWERS and not model.moe_layers
     job = Job(
-        model=task_spec(config, recipe.model),
+        model=model,
         cluster=read_cluster(recipe.cluster, nproc),
         workload=Workload(
             global_batch=recipe.train.global_batch,
@@ -54,6 +56,8 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             steps=recipe.train.steps or 0,
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
             whole_logits=recipe.train.objective == "distill",
+            complete_texts=recipe.model.task in ONE_RESULT,
+            shared_prompt=PROMPT_SHARE if shares else 0.0,
             first_passes=int(recipe.train.reference == "live") + int(recipe.train.objective in TWICE),
             live_reference=recipe.train.reference == "live",
             teacher=_live_teacher(recipe.train),

@@ -55,6 +55,10 @@ class Workload:
     """Sequences per step at the start of a batch ramp; 0: no ramp."""
     whole_logits: bool = False
     """Whether the loss compares complete logits with a teacher's."""
+    complete_texts: bool = False
+    """Whether the head reads complete texts: classes, scores and embeddings."""
+    shared_prompt: float = 0.0
+    """Share of the tokens that two documents of a row have in common; attention sees them in both."""
     first_passes: int = 0
     """Forward passes over the global batch in each step before the one that is trained on: of a live reference, for
     KTO's divergence, for embeddings."""

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from toolkit.models.tiny_sizes import Sizes, tiny_sizes
+from toolkit.models.tiny_sizes import WINDOW, Sizes, tiny_sizes
 from toolkit.plans.plan import Plan, Refusal
-from toolkit.recipe.model_section import Model
+from toolkit.recipe.model_section import ONE_RESULT, Model
 from toolkit.resources import user_cache
 from toolkit.verdicts import Verdict, VerdictFile, installed
 
@@ -105,5 +105,8 @@ def _key(config: Mapping[str, Any], section: Model, axes: Axes) -> str:
     how: list[Any] = [section.attention, section.task, asdict(axes)]
     if section.lora is not None:
         how.append(["lora", section.lora.targets])
-    what = json.dumps([flags, how, libraries, tiny_sizes(Sizes())], sort_keys=True)
+    if section.task in ONE_RESULT:
+        how.append("a loss above 0")  # earlier proofs of one score, and of embeddings, compared nothing
+    window = WINDOW if config.get("sliding_window", WINDOW) else 0  # null turns it off
+    what = json.dumps([flags, how, libraries, tiny_sizes(Sizes()), window], sort_keys=True)
     return f"{config.get('model_type')}:{hashlib.sha256(what.encode()).hexdigest()[:16]}"

@@ -103,8 +103,9 @@ class Outer:
     fragments: int | Literal["auto"] = number(1, least=1)
     """Parts of the weights that are exchanged in turn, one every `local_steps` / `fragments` steps (streaming): the
     link is used evenly. `auto`: as many as there are local steps, at most 16."""
-    max_staleness: int = number(8, least=1)
-    """`async`: rounds of other islands that an island may miss before they wait for it."""
+    max_staleness: int = number(8, least=0)
+    """`async`: rounds of other islands that an island may miss before they wait for it. 0: in turns, in which every
+    island does a round from the same weights; with `local_steps: 1` that is data parallel through the mailbox."""
 
 
 def outer_problems(outer: Outer | None) -> Iterator[Problem]:

@@ -133,12 +133,24 @@ def _cross_problems(recipe: Recipe) -> list[Problem]:
     return problems
 
 
+def _principal_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What adapters that start as a part of their weights can't be combined with."""
+    key, lora = "model.lora.start", recipe.model.lora
+    assert lora is not None
+    if lora.quantize != "none" or lora.dora or recipe.model.trust_remote_code:
+        yield Problem(key, "pissa needs plain weights: not quantize, dora or trust_remote_code; use zero")
+    if recipe.train.objective is not None:
+        yield Problem(key, "pissa changes the frozen weights, which an objective's reference may need; use zero")
+
+
 def _model_problems(recipe: Recipe) -> Iterator[Problem]:
     model = recipe.model
     if model.path is None and model.config is None:
         yield Problem("model", "neither path nor config given; give one of them")
     if model.freeze and model.lora is not None:
         yield Problem("model.freeze", "unused with model.lora, which freezes all but the adapters; remove it")
+    if model.lora is not None and model.lora.start == "pissa":
+        yield from _principal_problems(recipe)
     if model.path is not None and model.config is not None:
         yield Problem("model", "path and config exclude each other; give one of them")
     if model.config is not None and model.init == "pretrained":

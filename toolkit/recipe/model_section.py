@@ -9,6 +9,8 @@ from toolkit.recipe.schema import number
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Task = Literal["causal-lm", "classification", "image-classification", "seq2seq", "embedding"]
+ONE_RESULT = ("classification", "embedding")
+"""Tasks with one result per text: a class, a score or an embedding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,9 @@ class Lora:
     """Scale of the adapters; the effective scale is alpha / rank."""
     dropout: float = number(0.0, least=0, most=1)
     """Dropout before each adapter."""
+    start: Literal["zero", "pissa"] = "zero"
+    """First values of adapters. `zero`: the model is unchanged at first; `pissa`: the largest singular vectors of each
+    weight, which is frozen without them (PiSSA). Export adds both up: a plain adapter of twice the rank."""
     rslora: bool = False
     """Scale adapters by alpha / √rank instead (rank-stabilised LoRA), which suits large ranks."""
     dora: bool = False

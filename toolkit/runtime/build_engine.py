@@ -33,7 +33,7 @@ from toolkit.runtime.islands.async_engine import AsyncIslandEngine
 from toolkit.runtime.islands.engine import IslandEngine
 from toolkit.runtime.layers import compiled_layers, fused_kernels
 from toolkit.runtime.layers.recompute import recompute_layers
-from toolkit.runtime.mixtures.balance_loss import Slice
+from toolkit.runtime.mixtures.balance_loss import Limit, Slice
 from toolkit.runtime.mixtures.balancer import NoRouters, RouterWatch, watch_routers
 from toolkit.runtime.mixtures.expert_dispatch import Experts, distribute, find_experts
 from toolkit.runtime.mixtures.expert_exchange import ExpertGroup
@@ -45,7 +45,6 @@ from toolkit.runtime.models.build import (
     build_in_place,
     build_model,
     can_start_in_place,
-    check_same_weights,
     emptied,
     fill,
     find_layers,
@@ -56,18 +55,19 @@ from toolkit.runtime.models.build import (
     unadapted,
 )
 from toolkit.runtime.models.embedder import add_noise
-from toolkit.runtime.models.first_weights import ADAPTED, Weights
+from toolkit.runtime.models.first_weights import ADAPTED, Weights, check_same_weights
 from toolkit.runtime.models.loss import Loss, smoothed, summed_loss
 from toolkit.runtime.models.zero3_start import sharded_model
 from toolkit.runtime.objectives.contrastive_loss import ContrastiveLoss
 from toolkit.runtime.objectives.distill_loss import DistillLoss
-from toolkit.runtime.objectives.preference_loss import PreferenceLoss, UnpairedLoss
+from toolkit.runtime.objectives.preference_loss import PreferenceLoss, SequenceRanks, UnpairedLoss
 from toolkit.runtime.objectives.score_loss import RankLoss, RewardLoss
 from toolkit.runtime.pipeline.engine import PipelineEngine, PipelineParts
 from toolkit.runtime.pipeline.schedule_run import ScheduleRun
 from toolkit.runtime.pipeline.split import StageSplit, analyse
 from toolkit.runtime.pipeline.stage import Chunks, Stage
 from toolkit.runtime.pipeline.transfers import Transfers
+from toolkit.runtime.sharding import complete_texts
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.ring import RingGroup
 from toolkit.runtime.sharding.shard_model import ReplicaCheck, loss_in_shards, shard, sum_partial_gradients
@@ -137,8 +137,9 @@ def _full_model(spec: EngineSpec) -> torch.nn.Module:
     """The complete model on this rank, the same on all."""
     model: torch.nn.Module
     if can_start_in_place(spec.model):
-        device = get_accelerator().current_device_name()
-        model = build_in_place(spec.model, spec.train.seed, DTYPES[spec.plan.precision], device)
+        device, dtype = get_accelerator().current_device_name(), DTYPES[spec.plan.precision]
+        copied = spec.plan.zero_stage in (1, 2)
+        model = build_in_place(spec.model, spec.train.seed, dtype, device, trained_are_copied=copied)
     else:
         model = build_model(spec.model, spec.train.seed)
     check_same_weights(dict(model.named_parameters()))
@@ -175,9 +176,7 @@ def _sequence_slice(spec: EngineSpec, models: Sequence[Any], mesh: Mesh) -> Slic
     ring = RingGroup(mesh.ring_group, mesh.context, mesh.ring_ranks) if spec.plan.cp > 1 else None
     group = SequenceGroup(mesh.ulysses_group, mesh.ulysses, spec.plan.sp)
     share = SequenceShare(group, ring, in_turn=spec.plan.pp == 1)
-    for model in models:
-        share.install(model)
-    return share.slice_batch
+    return complete_texts.install(share, group, spec.model, models)
 
 
 def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
@@ -189,7 +188,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     tokens = _sharded(spec, model, group, _not_among(experts)) if group else _loss_in_head(spec, model)
     loss = _objective(spec, tokens, mesh)
     _fill_own(model, spec, weights)
-    _send_to_experts(model, experts, mesh, spec.balance)
+    limit = _send_to_experts(model, experts, mesh, spec.balance)
     _make_noisy(model, spec)
     if group:
         sum_partial_gradients(model, group)
@@ -200,7 +199,7 @@ def _tensor(spec: EngineSpec, mesh: Mesh) -> Engine:
     unit = TensorUnit(mesh) if group else None
     noise = NoiseMeter(model.parameters(), mesh) if spec.noise else None  # after the hooks that complete gradients
     own = _sequence_slice(spec, [model], mesh)
-    routers = _routers(spec, model, mesh, own=own)
+    routers = _routers(spec, model, mesh, own=own, limit=limit)
     parts = ReplicaParts(unit=unit, after_backward=check, slice_batch=own, loss=loss, routers=routers, noise=noise)
     return ReplicaEngine(model, mesh, spec.train, spec.deepspeed, spec.schedule, parts)
 
@@ -272,11 +271,11 @@ def _stage(spec: EngineSpec, split: StageSplit, index: int, group: TensorGroup |
     table = RouterTable.of(model)
     stage = Stage(model, split, index, DTYPES[spec.plan.precision], _objective(spec, loss, mesh))
     stage.parameters_by_name = _fill_own(model, spec, weights, stage.parameters_by_name)
-    _send_to_experts(model, experts, mesh, spec.balance)
+    limit = _send_to_experts(model, experts, mesh, spec.balance)
     if index == 0:
         _make_noisy(model, spec)
     if spec.plan.token_parts == 1:  # else loads are not counted: rows are cut
-        stage.routers = _routers(spec, model, mesh, table)
+        stage.routers = _routers(spec, model, mesh, table, limit=limit)
     return stage
 
 
@@ -286,11 +285,12 @@ def _routers(
     mesh: Mesh,
     table: RouterTable | None = None,
     own: Slice = lambda micro: micro,
+    limit: Limit | None = None,
 ) -> RouterWatch:
     """Balance and count the routers of a mixture; `table`: those of the full model, if this is a stage of it."""
     if spec.model.task not in (None, "causal-lm") or spec.model.compile == "layers":
         return NoRouters()
-    return watch_routers(model, spec.balance, mesh, table or RouterTable.of(model), own)
+    return watch_routers(model, spec.balance, mesh, table or RouterTable.of(model), own, limit)
 
 
 def _own_experts(spec: EngineSpec, model: Any, mesh: Mesh) -> list[Experts]:
@@ -308,15 +308,19 @@ def _not_among(experts: Sequence[Experts]) -> Callable[[str], bool]:
     return lambda name: not name.startswith(names)
 
 
-def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh, balance: Balance) -> None:
-    """Let experts compute for the tokens of all ranks that share them; a stage has only those of its own layers."""
+def _send_to_experts(model: torch.nn.Module, experts: Sequence[Experts], mesh: Mesh, balance: Balance) -> Limit:
+    """Let experts compute for the tokens of all ranks that share them; a stage has only those of its own layers.
+
+    Their limit, which the routers switch on."""
+    limit = Limit(balance.capacity_factor)
     held = set(model.modules())
     experts = [each for each in experts if each.module in held]
     if experts:
         group = ExpertGroup(mesh.expert_group, mesh.data % mesh.plan.ep, mesh.plan.ep)
         overlaps = len({rank // mesh.local_size for rank in mesh.expert_ranks}) > 1
-        distribute(experts, group, overlaps=overlaps, limited=balance.capacity_factor > 0)
+        distribute(experts, group, overlaps=overlaps, limit=limit)
         hand_to_deepspeed(model, experts, mesh)
+    return limit
 
 
 def _objective(spec: EngineSpec, loss: Loss, mesh: Mesh) -> Loss:
@@ -327,18 +331,20 @@ def _objective(spec: EngineSpec, loss: Loss, mesh: Mesh) -> Loss:
         loss = smoothed(loss, train.label_smoothing)
     if train.objective is None:
         return loss
+    sharing = SequenceRanks(mesh.sequence_group, mesh.sequence == 0) if mesh.plan.token_parts > 1 else None
     if train.objective == "kto":
-        return UnpairedLoss(loss, settings)
+        return UnpairedLoss(loss, settings, sharing)
     if train.objective == "reward":
         return RewardLoss(settings)
     if train.objective == "rank":
         return RankLoss(train.rank or Rank())
     if train.objective == "contrastive":
-        return ContrastiveLoss(train.contrastive or Contrastive(), mesh.data, mesh.plan.dp)
+        counts = mesh.sequence == 0
+        return ContrastiveLoss(train.contrastive or Contrastive(), mesh.data, mesh.plan.dp, counts=counts)
     if train.objective == "distill":
         assert train.distill is not None
         return DistillLoss(loss, train.distill)
-    return PreferenceLoss(loss, train.objective, settings)
+    return PreferenceLoss(loss, train.objective, settings, sharing)
 
 
 def _needs_logits(spec: EngineSpec) -> str:

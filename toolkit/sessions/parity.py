@@ -99,8 +99,7 @@ def cases(wanted: str, nproc: int) -> dict[str, dict[str, Any]]:
 
 def reference(recipe: Recipe, steps: int) -> Trajectory:
     """Train the recipe in one process."""
-    outcome = _run(_prepared(recipe, steps, {"name": "data_parallel"}), nproc=1)
-    return outcome[1]
+    return _run(resolve(_prepared(recipe, steps, {"name": "data_parallel"}), 1), nproc=1)
 
 
 def compare(recipe: Recipe, steps: int, nproc: int, wanted: str, against: Trajectory) -> Iterator[Outcome]:
@@ -113,7 +112,7 @@ def _compare(name: str, recipe: Recipe, nproc: int, against: Trajectory) -> Outc
     resolved = resolve(recipe, nproc)
     if resolved.decision.chosen is None:
         return Outcome(name=name, refused=_why_refused(resolved.decision))
-    plan, trajectory = _run(recipe, nproc)
+    plan, trajectory = resolved.chosen.plan, _run(resolved, nproc)
     loss = largest_difference(against.loss, trajectory.loss)
     norm = largest_difference(against.grad_norm, trajectory.grad_norm)
     ok = loss <= LOSS_TOLERANCE[recipe.model.precision] and norm <= NORM_TOLERANCE[recipe.model.precision]
@@ -127,19 +126,22 @@ def _why_refused(decision: Decision) -> str:
 
 
 def _prepared(recipe: Recipe, steps: int, axes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with a strategy and a number of steps, logging to files only."""
+    """Return the recipe with a strategy and a number of steps, logging to files only.
+
+    Checkpoints and evaluations, which are not compared, would take most of the time.
+    """
     given = {**recipe.strategy.fixed(), **axes} if recipe.strategy.name == axes["name"] else dict(axes)
     return replace(
         recipe,
-        train=replace(recipe.train, steps=steps, epochs=None),
+        train=replace(recipe.train, steps=steps, epochs=None, eval_every=(steps + 1) * bool(recipe.train.eval_every)),
+        checkpoint=replace(recipe.checkpoint, every=0),
         strategy=StrategySection(**given),
         metrics=Metrics(console=False, wandb=Wandb(mode="disabled")),
     )
 
 
-def _run(recipe: Recipe, nproc: int) -> tuple[Plan, Trajectory]:
+def _run(resolved: Resolved, nproc: int) -> Trajectory:
     """Train in real workers, in a temporary run directory."""
-    resolved = resolve(recipe, nproc)
     plan, backend = resolved.chosen.plan, resolved.job.cluster.device.backend
     with tempfile.TemporaryDirectory(prefix="parity-") as directory:
         run = resolved.write(Path(directory) / "run")
@@ -149,7 +151,7 @@ def _run(recipe: Recipe, nproc: int) -> tuple[Plan, Trajectory]:
             rank = next(rank for rank, code in enumerate(codes) if code)
             raise RankFailed(f"{plan.describe()}: rank {rank} failed\n{_tail(run.log(rank))}")
         records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return plan, Trajectory(tuple(r["loss"] for r in records), tuple(r["grad_norm"] for r in records))
+    return Trajectory(tuple(r["loss"] for r in records), tuple(r["grad_norm"] for r in records))
 
 
 def runner(backend: str) -> Callable[[Sequence[launchers.Command]], list[int]]:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from toolkit.checkpoints.format import file_problems
 from toolkit.checkpoints.store import path_of, steps
+from toolkit.clusters.reader import check_here
 from toolkit.errors import BadInput, Problem
 from toolkit.launching import environment
 from toolkit.launching.launch_files import IMAGE, Emission, files, fixed_recipe
 from toolkit.recipe.file import as_mapping, load_recipe
 from toolkit.recipe.sections import ClusterSection, Recipe
+from toolkit.run_dir.async_islands import goes_async
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions import ray
 from toolkit.sessions.hosts import LaunchOptions, check_launcher, on_hosts
@@ -47,8 +49,16 @@ def prepare_training(
         check_launcher(options.launcher, resolved.chosen.plan)
     if not prove_splits:
         return resolved
+    if resolved.decision.chosen is not None and _runs_here(resolved, options):
+        check_here(resolved.job.cluster)  # before the minute that a proof and a rehearsal may take
     resolved = proven(resolved, lambda: resolve(recipe, nproc), lambda axes: prove(recipe.model, axes, env), report)
     return rehearsed(resolved, report) if rehearses else resolved
+
+
+def _runs_here(resolved: Resolved, options: LaunchOptions) -> bool:
+    """Whether this host runs all workers; an asynchronous island checks its own share of the cluster."""
+    elsewhere = options.hosts or options.launcher == ray.LAUNCHER
+    return not elsewhere and not goes_async(resolved.recipe, resolved.chosen.plan)
 
 
 @dataclass(frozen=True, kw_only=True)

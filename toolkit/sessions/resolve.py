@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from toolkit.planner.search import Decision, Option
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.job import make_job, raw_config
 from toolkit.plans.plan import Job
+from toolkit.plans.router_balance import exchange_line
 from toolkit.plans.split_verdicts import Axes, Proofs, judged
 from toolkit.plans.token_shares import why_whole
 from toolkit.recipe.model_section import Model
@@ -186,13 +188,26 @@ ADAPTS = (
 def plan_notes(resolved: Resolved) -> list[str]:
     """Return what a person should know about the chosen plan."""
     chosen, gain = resolved.decision.chosen, islands_gain(resolved)
-    about = caveats(chosen.plan, resolved.recipe.train, resolved.job.workload.balance) if chosen else []
+    model, balance = resolved.job.model, resolved.job.workload.balance
+    per_visit = model.experts / max(model.experts_per_token, 1)
+    about = caveats(chosen.plan, resolved.recipe.train, balance, per_visit) if chosen else []
     fresh = resolved.recipe.model.init == "scratch" and resolved.recipe.checkpoint.resume in ("auto", "none")
     apart = chosen is not None and chosen.plan.islands > 1
     early = [TOO_EARLY] if chosen and apart and fresh and chosen.plan.local_steps > EARLY_STEPS else []
     adapts = [ADAPTS] if apart and resolved.job.workload.exchange.adapts else []
-    details = (*_update_rules(resolved), *_objective_notes(resolved), *_whole_residuals(resolved))
+    details = (
+        *_update_rules(resolved), *_objective_notes(resolved), *_whole_residuals(resolved), *_exchange(resolved),
+    )  # fmt: skip
     return [*([gain] if gain else []), *early, *adapts, *about, *details]
+
+
+def _exchange(resolved: Resolved) -> Iterator[str]:
+    """Say what the exchange of tokens between experts costs besides its traffic."""
+    chosen, model, balance = resolved.decision.chosen, resolved.job.model, resolved.job.workload.balance
+    if chosen is None or chosen.plan.ep == 1:
+        return
+    waits = math.ceil(model.moe_layers / chosen.plan.pp) * chosen.plan.grad_accum
+    yield exchange_line(balance, waits, balance.expert_slots(model.experts, model.experts_per_token))
 
 
 def _objective_notes(resolved: Resolved) -> Iterator[str]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from toolkit.recipe.file import make_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.async_islands import Membership, gather, parse_address
 from toolkit.run_dir.layout import RunDir
+from toolkit.run_dir.trajectory import largest_difference
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
@@ -211,20 +212,30 @@ def test_who_lags_does_less(together: Together) -> None:
     assert steps[0] >= 2 * steps[1] > 0
 
 
-def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
-    """`toolkit mailbox`, and one island from each of two directories, as on two hosts."""
-    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0", "--keys", str(tmp_path / "keys")]
+@contextlib.contextmanager
+def meeting_place(transport: str, directory: Path) -> Iterator[MeetingPlace]:
+    """A server of its own, or a folder that every island reaches."""
+    if transport == "file":
+        new_key().write(directory / "key")
+        yield MeetingPlace((directory / "store").as_uri(), str(directory / "key"))
+        return
+    argv = [sys.executable, "-m", "toolkit", "mailbox", "--port", "0", "--keys", str(directory / "keys")]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as mailbox:
         assert mailbox.stdout is not None
         address, key = mailbox.stdout.readline().split("--rendezvous ")[1].strip().split(" --mailbox-key ")
-        place = MeetingPlace(parse_address(address), key)
+        yield MeetingPlace(parse_address(address), key)
+        mailbox.terminate()
+        assert mailbox.wait() == 0
+
+
+def test_sites_meet_in_a_mailbox_of_its_own(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
+    """`toolkit mailbox`, and one island from each of two directories, as on two hosts."""
+    with meeting_place("https", tmp_path) as place:
         axes = ("strategy={name: local_sgd, islands: 2, local_steps: 3}", "train.outer={mode: async}", "train.steps=6")
         resolved = resolve(make_recipe(recipe_mapping, [*axes, "checkpoint.every=3"]), 2)
         runs = [resolved.write(tmp_path / name) for name in ("a", "b")]
         sites = [prepare_islands(resolved, run, place, number)[0] for number, run in enumerate(runs)]
         assert watch_islands(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
-        mailbox.terminate()
-        assert mailbox.wait() == 0
     done = [line for n, run in enumerate(runs) for line in run.island(n).metrics.read_text().splitlines()]
     assert sorted(json.loads(line)["step"] for line in done) == list(range(1, 13))
 
@@ -257,7 +268,11 @@ def test_refusals(recipe_mapping: dict[str, Any]) -> None:
     assert resolve(fine, 2).decision.chosen is not None
 
 
-def attack(place: MeetingPlace, count: int) -> None:
+BAD_UPDATES = int(os.environ.get("BAD_UPDATES", "48"))
+"""How many bad updates an island gets while it trains; `BAD_UPDATES=500 pytest -k bad_updates` takes a minute."""
+
+
+def attack(place: MeetingPlace, count: int, sent: list[int]) -> None:
     """Bad updates in the name of the second island: without the secret, with another one, and with the run's own."""
     key = read_key(place.key_file)
     stranger, other = open_transport(place.address, key), StoreKey(b"o" * 32)
@@ -281,15 +296,18 @@ def attack(place: MeetingPlace, count: int) -> None:
     with contextlib.suppress(BadInput):  # the store is gone with the run
         for number in range(count):
             kinds[number % len(kinds)](number)
+            sent.append(number)
 
 
 def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
     """An island alone in a run of two, left in peace and attacked: the same losses, bit for bit."""
     losses = []
-    for count in (0, 48):
+    steps = 9 if BAD_UPDATES <= 48 else BAD_UPDATES // 2
+    for count in (0, BAD_UPDATES):
         places: list[MeetingPlace] = []
-        attacked = after(0, 1, lambda island, count=count, places=places: attack(places[0], count))  # type: ignore[misc]
-        done = together("train.steps=9", "strategy.local_steps=3", only=0, meet=places.append, disturb=attacked)
+        sent: list[int] = []
+        attacked = after(0, 1, lambda island, count=count, places=places, sent=sent: attack(places[0], count, sent))  # type: ignore[misc]
+        done = together(f"train.steps={steps}", "strategy.local_steps=3", only=0, meet=places.append, disturb=attacked)
         assert done.code == 0, done.said
         losses.append([record["loss"] for record in done.records])
         log = done.run.island(0).log(0).read_text()
@@ -297,9 +315,10 @@ def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
         [island, _] = json.loads(done.run.summary.read_text())["islands"]
         assert (island.get("dropped_updates_of_1", 0) > 0) == bool(count), island
         assert (island.get("rejected_values_of_1", 0) > 0) == bool(count), island
+        assert len(sent) == count or BAD_UPDATES <= 48, "all of them came while the island trained"
         done.run.path.rename(tmp_path / f"attacked {count} times")
     assert losses[0] == losses[1]
-    assert len(losses[0]) == 18
+    assert len(losses[0]) == 2 * steps
 
 
 def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Together) -> None:
@@ -424,3 +443,32 @@ def test_every_strategy_reads_their_checkpoints(together: Together, train: Train
     again = together("train.steps=16", "strategy.local_steps=2", "checkpoint.every=2", f"checkpoint.resume={back}")
     assert again.code == 0, again.said
     assert [record["step"] for record in again.records] == list(range(21, 33))
+
+
+@pytest.mark.parametrize("transport", ["https", "file"])
+def test_one_local_step_in_turns_is_data_parallel(
+    recipe_mapping: dict[str, Any], train: Trainer, tmp_path: Path, transport: str
+) -> None:
+    """Plain averaging after every step of SGD, through a store: each turn has the loss of a synchronous step.
+
+    Rows without padding: islands have equal weights, and a synchronous step weighs by tokens.
+    """
+    steps = 6
+    plain = ("train.optimizer=sgd", "train.lr=0.1", "train.schedule=constant", "train.warmup=0", "train.grad_clip=0",
+             "data.packing_method=stream")  # fmt: skip
+    outer = "train.outer={mode: async, max_staleness: 0}"
+    axes = ("strategy={name: local_sgd, islands: 2, local_steps: 1, zero_stage: 0}", outer)
+    given = [*plain, *axes, f"train.steps={steps}", "checkpoint.every=0"]
+    resolved = resolve(make_recipe(recipe_mapping, given), 2)
+    run = resolved.write(tmp_path / "islands")
+    with meeting_place(transport, tmp_path) as place:
+        islands = prepare_islands(resolved, run, place, None)
+        assert watch_islands(islands, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    gather(run, 2, "done")
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 2 * steps + 1))
+    turns = [records[at : at + 2] for at in range(0, 2 * steps, 2)]
+    assert all({record["island"] for record in turn} == {0, 1} for turn in turns), "each island does a round per turn"
+    together = [sum(r["loss"] * r["tokens"] for r in turn) / sum(r["tokens"] for r in turn) for turn in turns]
+    synchronous = train(*plain, f"train.steps={steps}", "strategy.name=data_parallel", nproc=2)
+    assert largest_difference(synchronous.losses, together) <= 1e-6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,8 +51,7 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_parts_sum_to_the_wall_clock(train: Trainer, name: str) -> None:
     overrides, expected, collective = KINDS[name]
-    done = train(*overrides, *STEPS)
-    records = done.records
+    records = steady_clock(lambda: train(*overrides, *STEPS)).records
     between = records[-1]["time"] - records[0]["time"]  # another clock than the parts'
     assert sum(sum(record["parts"].values()) for record in records[1:]) == pytest.approx(between, rel=0.03)
     for record in records:
@@ -72,6 +73,16 @@ def test_parts_sum_to_the_wall_clock(train: Trainer, name: str) -> None:
     if name == "pipeline":
         assert len(detailed[-1]["bubble_by_stage"]) == 2
         assert all(0 < share < 1 for share in detailed[-1]["bubble_by_stage"])
+
+
+def steady_clock(run: Callable[[], Finished]) -> Finished:
+    """A run during which nobody set the host's clock, which moves by seconds on a virtual machine that was paused."""
+    for _ in range(5):
+        ahead = time.time() - time.monotonic()
+        done = run()
+        if abs(time.time() - time.monotonic() - ahead) < 0.02:
+            return done
+    raise AssertionError("the host's clock is set all the time")
 
 
 def check_ranks(ranks: dict[str, dict[str, float]]) -> None:

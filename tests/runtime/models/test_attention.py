@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from tests.helpers.parallel import ADAM, ONE, assert_same, model, run
 from toolkit.errors import BadInput
+from toolkit.models.spec import OWN_ATTENTION
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.model_section import Model
@@ -25,7 +27,7 @@ from toolkit.runtime.data.samples import Synthetic
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.layers.recompute import recompute_layers
 from toolkit.runtime.models import attention, attention_kernels
-from toolkit.runtime.models.attention import NAMES, forward
+from toolkit.runtime.models.attention import NAMES, forward, why_not
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
 from toolkit.runtime.models.build import build_model, find_layers
 from toolkit.runtime.models.documents import Documents
@@ -350,3 +352,9 @@ def test_generation_with_a_cache_gives_the_tokens_of_transformers_attention(kind
         how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "use_cache": True, "pad_token_id": 0}
         found.append(net.generate(ids, attention_mask=torch.ones_like(ids), **how).tolist())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["bloom", "gptj", "xglm", "llama", "gpt2", "opt"])
+def test_the_planner_knows_which_types_compute_all_scores_themselves(kind: str) -> None:
+    own = "registry" in why_not(AutoConfig.for_model(kind), None)
+    assert own == (kind in OWN_ATTENTION)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from toolkit.runtime.models import trials
+from toolkit.runtime.supervision.warm_pool import call_on_ranks
 
 CONFIG = {"model_type": "llama"}
 
@@ -36,6 +38,27 @@ def test_a_verdict_is_reached_once_and_survives_the_process() -> None:
         forget()
     assert calls == ["made"]
     assert trials.tried("something", CONFIG, ["sdpa"], lambda: "") == ""
+
+
+def one_of_two(root: str, marks: str) -> str:
+    """As one rank: a trial that leaves a mark, and takes long enough for the other rank to ask."""
+    trials.user_cache = lambda: Path(root)  # type: ignore[assignment]
+    forget()
+
+    def trial() -> str:
+        with Path(marks).open("a") as file:
+            file.write("made\n")
+        time.sleep(0.5)
+        return trials.tried("inner", CONFIG, [], lambda: "inner differs")  # the lock is held already
+
+    return trials.tried("outer", CONFIG, [], trial)
+
+
+def test_of_two_ranks_that_ask_at_once_one_makes_the_trial(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    found = call_on_ranks(one_of_two, str(tmp_path), str(marks), nproc=2, timeout_seconds=60)
+    assert found == ["inner differs", "inner differs"]
+    assert marks.read_text() == "made\n"
 
 
 def test_a_trial_that_fails_is_made_again_by_the_next_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,22 @@ def test_adopt_divides_by_the_second_moment_of_the_steps_before() -> None:
     change = adopt(weight, torch.tensor([1.5, 8.0]), state, SETTINGS, Layers())  # 8 / 4 is limited to 1
     assert change.tolist() == pytest.approx([0.1 * 0.5 + 0.1, 0.1 * 1.0 - 0.2])
     assert state["exp_avg_sq"].tolist() == pytest.approx([9 * 0.99 + 0.0225, 16 * 0.99 + 0.64])
+
+
+def test_adopt_is_the_recursion_of_its_paper() -> None:
+    """Algorithm 2 with clipping, in plain numbers over eight steps; the update is applied with a rate of 0.1."""
+    weight, state = torch.tensor([1.5], dtype=torch.float64), dict[str, torch.Tensor]()
+    theta, mean, square = 1.5, 0.0, 0.0
+    for step, grad in enumerate((0.5, -2.0, 3.0, 0.1, -0.1, 40.0, 1e-9, 2.0)):
+        weight -= 0.1 * adopt(weight, torch.tensor([grad], dtype=torch.float64), state, SETTINGS, Layers())
+        if step == 0:
+            square = grad**2
+        else:
+            ratio = grad / max(math.sqrt(square), SETTINGS.eps)
+            mean = 0.9 * mean + 0.1 * max(-(step**0.25), min(ratio, step**0.25))
+            theta = theta * (1 - 0.1 * 0.1) - 0.1 * mean
+            square = 0.99 * square + 0.01 * grad**2
+        assert float(weight) == pytest.approx(theta, rel=1e-6)
 
 
 def test_lamb_s_update_is_as_long_as_the_layer() -> None:

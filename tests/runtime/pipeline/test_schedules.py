@@ -56,6 +56,12 @@ def test_two_replicas_of_padded_batches_with_recompute() -> None:
     assert_same(run(section, ONE, SGD, data="padded"), run(section, plan, SGD, data="padded"), loss=1e-6, norm=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "shares"), [("gpt2", False), ("llama", False), ("qwen3", True)])
+def test_tensor_shards_put_off_their_weights(kind: str, shares: bool) -> None:
+    plan = replace(FOLDED, strategy="hybrid", tp=2, zero_stage=1, sequence_sharded=shares)
+    assert_same(run(model(kind), ONE, SGD), run(model(kind), plan, SGD), loss=1e-6, norm=2e-6)
+
+
 def test_tensor_shards_inside_interleaved_stages() -> None:
     section = model("qwen3")
     plan = replace(LOOPED, strategy="hybrid", tp=2, zero_stage=1)
@@ -136,11 +142,20 @@ def test_weights_that_wait_get_the_gradients_of_one_backward_pass_and_run_their_
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_proof_covers_weights_that_wait(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("gpt2", FOLDED),
+        ("llama", FOLDED),
+        ("llama", replace(FOLDED, tp=2)),
+        ("gpt2", replace(FOLDED, tp=2, sequence_sharded=True)),
+    ],
+)
+def test_the_proof_covers_weights_that_wait(kind: str, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     section = tiny_model(kind)
-    assert prove(section, Axes.of(FOLDED)).ok
+    verdict = prove(section, Axes.of(plan))
+    assert verdict.ok, verdict.reason
     monkeypatch.setattr(WeightGradients, "compute", lambda self, place: None)
-    verdict = prove(section, Axes.of(FOLDED))
+    verdict = prove(section, Axes.of(plan))
     assert not verdict.ok
     assert "gradients" in verdict.reason

@@ -24,13 +24,28 @@ def test_right_splits_pass(axes: Axes) -> None:
     [
         ("roberta", "classification", Axes(2, 2, 1)),
         ("qwen3", "classification", Axes(2, 3, 1)),
+        ("qwen3", "classification", Axes(1, 1, 2)),
+        ("bert", "classification", Axes(1, 1, 2)),
+        ("bert", "embedding", Axes(2, 2, 1)),
+        ("bert", "embedding", Axes(1, 1, 2)),
         ("vit", "image-classification", Axes(2, 3, 1)),
         ("t5", "seq2seq", Axes(2, 1, 1)),
     ],
 )
 def test_other_tasks_are_proven_with_their_own_heads(kind: str, task: Task, axes: Axes) -> None:
-    section = Model(config={"model_type": kind}, init="scratch", task=task, num_labels=3)
+    section = Model(
+        config={"model_type": kind}, init="scratch", task=task, num_labels=None if task == "embedding" else 3
+    )
     assert prove(section, axes) == Verdict(True)
+
+
+@pytest.mark.parametrize(("task", "num_labels"), [("classification", 1), ("embedding", None)])
+def test_a_wrong_split_of_scores_and_embeddings_is_found(task: Task, num_labels: int | None) -> None:
+    """RoBERTa counts positions from the padding id, so a share of the tokens has other positions."""
+    section = Model(config={"model_type": "roberta"}, init="scratch", task=task, num_labels=num_labels)
+    verdict = prove(section, Axes(1, 1, 2))
+    assert not verdict.ok
+    assert "the loss of a tiny model is" in verdict.reason
 
 
 def test_layers_that_run_twice_are_refused_with_the_reason() -> None:

@@ -271,8 +271,8 @@ def test_a_rank_that_can_not_write_its_end_says_it_on_the_terminal(tmp_path: Pat
 def test_a_full_disk_does_not_change_the_exit_code() -> None:
     """Python exits with 120 if it can't flush its output."""
     code = (
-        "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost'); "
-        "from toolkit.worker import drop_unwritten; drop_unwritten(); sys.exit(7)"
+        "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost'); "
+        "from toolkit.worker import leave; leave(7)"
     )
     env = {**os.environ, "PYTHONUNBUFFERED": ""}  # else nothing is left to flush
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 7

@@ -14,13 +14,22 @@ from transformers import PreTrainedModel
 from toolkit.checkpoints.format import file_problems
 from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
-from toolkit.recipe.model_section import Lora, Model
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Contrastive
 from toolkit.recipe.sections import Recipe
 from toolkit.runtime.checkpoint import safetensors_writer
 from toolkit.runtime.checkpoint.fragments import AVERAGE, BUFFER, WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
-from toolkit.runtime.models.build import ADAPTER_TASKS, BUILDERS, DTYPES, build_model, load_config, skeleton
+from toolkit.runtime.models.build import (
+    BUILDERS,
+    DTYPES,
+    adapted_weights,
+    build_model,
+    hollow_model,
+    load_config,
+    open_weights,
+    skeleton,
+)
 from toolkit.runtime.models.first_weights import MAGNITUDE
 from toolkit.runtime.models.parameter_shards import replace_parameter, sites
 
@@ -44,7 +53,7 @@ def export(checkpoint: Path, out: Path, *, merge: bool = False, trust_remote_cod
     elif merge:
         _merged(reader, section, recipe.train.seed, dtype).save_pretrained(writing, max_shard_size=SHARD_SIZE)
     else:
-        _write_adapter(reader, section, section.lora, dtype, writing)
+        _write_adapter(reader, section, recipe.train.seed, dtype, writing)
     _write_tokenizer(recipe, writing, trust_remote_code)
     if section.task == "embedding" and (section.lora is None or merge):
         _write_pooling(recipe, load_config(section).get_text_config().hidden_size, writing)
@@ -135,26 +144,28 @@ def _merged(reader: Reader, section: Model, seed: int, dtype: torch.dtype) -> Pr
     return model.merge_and_unload().to(dtype)
 
 
-def _write_adapter(reader: Reader, section: Model, lora: Lora, dtype: torch.dtype, out: Path) -> None:
+def _write_adapter(reader: Reader, section: Model, seed: int, dtype: torch.dtype, out: Path) -> None:
     """Write the adapter as peft's `PeftModel.from_pretrained` loads it."""
-    from peft import LoraConfig
-
-    weights = {_adapter_name(name): trained(reader, name).to(dtype) for name in sorted(reader.index)}
-    targets = {name.split(".lora_")[0].rpartition(".")[2] for name in reader.index if ".lora_" in name}
-    whole = {name.split(TRAINED_WHOLE)[0].rpartition(".")[2] for name in reader.index if TRAINED_WHOLE in name}
+    assert section.lora is not None
+    model = hollow_model(section, seed)
+    config = model.peft_config["default"]  # with the tensors of experts that peft has found
+    found = {name: trained(reader, name) for name in sorted(reader.index)}
+    if section.lora.start == "pissa":
+        first = adapted_weights(open_weights(section, seed), model, section.lora).taken()
+        found = {name: _less(name, tensor, first[name]) if name in first else tensor for name, tensor in found.items()}
+        config.lora_alpha *= 2**0.5 if section.lora.rslora else 2
+        config.r *= 2
+    weights = {_adapter_name(name): tensor.to(dtype) for name, tensor in found.items()}
     safetensors_writer.write(out / "adapter_model.safetensors", weights, {"format": "pt"})
-    LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        target_modules=sorted(targets),
-        modules_to_save=sorted(whole) or None,
-        task_type=ADAPTER_TASKS.get(section.task or "", "CAUSAL_LM"),
-        base_model_name_or_path=section.path,
-        inference_mode=True,
-    ).save_pretrained(out)
+    config.base_model_name_or_path, config.inference_mode = section.path, True
+    config.save_pretrained(out)
+
+
+def _less(name: str, trained: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """A matrix of the adapter that is the trained one less the first one, of twice the rank."""
+    if ".lora_A." in name:
+        return torch.cat([trained, first.to(trained)])
+    return torch.cat([trained, -first.to(trained)], 1)
 
 
 def _adapter_name(name: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
 from toolkit.checkpoints import element_runs
@@ -26,6 +28,23 @@ from toolkit.runtime.optimizers.partition import Group, Partition
 from toolkit.runtime.optimizers.schedule_free import ScheduleFree
 from toolkit.runtime.optimizers.update_rules import Layers, Span
 from toolkit.runtime.optimizers.whole_matrices import WholeMatrices, find_matrices
+
+
+@contextlib.contextmanager
+def without_broadcast() -> Iterator[None]:
+    """Make an engine that does not send the weights of the first replica to all others.
+
+    Every rank has read or drawn its own weights, and ranks have compared them (`weight_digests.py`). The broadcast of
+    DeepSpeed 0.19.8 (`DeepSpeedEngine._broadcast_model`) takes as long as reading them. This can go when there is a
+    setting for it.
+    """
+    engine: Any = DeepSpeedEngine
+    broadcast = engine._broadcast_model
+    engine._broadcast_model = lambda self: None
+    try:
+        yield
+    finally:
+        engine._broadcast_model = broadcast
 
 
 def undo_first_step(optimizer: Any) -> None:

@@ -14,7 +14,7 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import HostSum, device
 from toolkit.runtime.engine import gradient_reduction, host_waits, weight_average
-from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step
+from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step, without_broadcast
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.parameter_groups import parameter_groups
@@ -72,14 +72,15 @@ class ReplicaEngine:
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._nonfinite.after_embedding)  # type: ignore[operator]
         optimizer, config = own_optimizer(train, config)
-        self._engine, *_ = deepspeed.initialize(
-            model=model,
-            model_parameters=parameter_groups(model.named_parameters(), train, scaled_lr(train)),
-            config=config,
-            optimizer=optimizer,
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
-            mpu=parts.unit,
-        )
+        with without_broadcast():
+            self._engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=parameter_groups(model.named_parameters(), train, scaled_lr(train)),
+                config=config,
+                optimizer=optimizer,
+                lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+                mpu=parts.unit,
+            )
         self._routers.attach()
         undo_first_step(self._engine.optimizer)
         skip_batch_check(self._engine)

@@ -215,7 +215,10 @@ class AsyncIslandEngine:
         """Apply the updates that have arrived, and publish this island's own change. Collective over the island."""
         state = self._state
         islands = self._smallest([self._transfer.num_islands])[0]  # ranks may not have heard of the newest one yet
-        arrived = self._transfer.take(self._smallest(self._transfer.waiting()[:islands]))
+        counts = self._smallest(self._transfer.waiting()[:islands])
+        if self._limits.in_turns:
+            counts = self._transfer.before(range(*self._agree(self._early_rounds)), counts)
+        arrived = self._transfer.take(counts)
         updates = self._accepted(arrived)
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         shared = state.shared
@@ -239,6 +242,10 @@ class AsyncIslandEngine:
             state.shared = shared
             self._masters.write(shared)
         self._serve_others(known, requests)
+
+    def _early_rounds(self) -> tuple[int, int]:
+        early = self._claims.too_early()
+        return early.start, early.stop
 
     def _accepted(self, arrived: list[Update]) -> list[Update]:
         """The updates that may be applied. The others are dropped and reported; their rounds are done again.
@@ -295,8 +302,8 @@ class AsyncIslandEngine:
         everyone = [i for i in range(self._transfer.num_islands) if i != own]
         others = [i for i in everyone if self._transfer.alive(i)]
         behind = sum(update.island != own for update in updates)
-        if self._rounds_done <= 1:
-            behind = max(behind, len(others))  # the others' first updates have not arrived yet
+        if self._rounds_done <= 1 or self._limits.in_turns:
+            behind = max(behind, len(others))  # the others' updates of the first round, or of this turn, come later
         if publishes and not self._claims.holds(self._round):
             raise RankFailed(f"island {own} was away so long that another island redid its round; start it again")
         rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.present(island)]

@@ -180,11 +180,21 @@ class Limits:
     num_rounds: int
     """Rounds of the run, over all islands."""
     max_staleness: int
-    """Rounds of others that an island may miss before they wait for it."""
+    """Rounds of others that an island may miss before they wait for it; 0: see `Claims`."""
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether islands wait for one another after every round."""
+        return self.max_staleness == 0
 
 
 class Claims:
-    """Which round an island does next. Used on the island's first rank."""
+    """Which round an island does next. Used on the island's first rank.
+
+    In turns: as many rounds as there are islands are a turn, of which each island does one. It begins when all rounds
+    of the turn before are merged, so all rounds of a turn begin with the same weights. The first one waits for all
+    islands. Rounds of an island that has left are done by the others, one after the other.
+    """
 
     def __init__(
         self,
@@ -198,6 +208,12 @@ class Claims:
         self._limits, self._own = limits, limits.island
         self.dropped_rounds: set[int] = set()
         """Rounds whose updates were dropped: somebody has to do them again."""
+        self._held: int | None = None
+        """A round that is claimed and whose turn has not come."""
+        self._latest = -1
+        """The round that was claimed last."""
+        self._absent: list[int] = []
+        """Islands that the first turn waits for."""
         self._lost: tuple[set[int], float] = (set(), 0.0)
         """Rounds that are missing although nobody works on one, and since when they are."""
 
@@ -208,9 +224,13 @@ class Claims:
             return "wait"
         if len(completed) == self._limits.num_rounds:
             return "end"
+        if self._held is not None:
+            return self._in_turn(self._held)
         unfinished = store.read(f"open/{own}")
         if rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
             return int(unfinished)  # an earlier incarnation of this island had claimed it
+        if self._limits.in_turns and (self._is_ahead() or not self._all_have_come()):
+            return "wait"
         if store.number("redo/taken") < store.number("redo/count"):
             number = self._redo(store.number("redo/taken", 1) - 1)
             number = number if number >= 0 and self._take_over(number) else -1
@@ -220,9 +240,49 @@ class Claims:
             number = next((orphan for orphan in self._orphans() if self._take_over(orphan)), -1)
         if number < 0:
             return "wait"
-        store.write(f"base/{own}", self._total_updates())
-        store.write(f"open/{own}", number)
+        self._latest = number
+        return self._in_turn(number) if self._limits.in_turns else self._begin(number)
+
+    def _begin(self, number: int) -> int:
+        self._store.write(f"base/{self._own}", self._total_updates())
+        self._store.write(f"open/{self._own}", number)
         return number
+
+    def _in_turn(self, number: int) -> int | str:
+        """A claimed round if its turn has come, else a round before it that an island has left behind, or `wait`."""
+        first = number - number % self._transfer.num_islands
+        if self._state.completed.below >= first:
+            self._held = None
+            return self._begin(number)
+        self._held = number
+        before = (orphan for orphan in self._orphans() if orphan < first and self._take_over(orphan))
+        return next((self._begin(orphan) for orphan in before), "wait")
+
+    def too_early(self) -> range:
+        """Rounds whose updates must wait: of the turn in which this island may still begin a round, and later ones."""
+        found = self._held if self._held is not None else next_round(self._store)
+        end = self._limits.num_rounds
+        return range(end, end) if found >= end else range(found - found % self._transfer.num_islands, end)
+
+    def _all_have_come(self) -> bool:
+        """Whether every island has joined once. Who came after the first round would begin with other weights."""
+        islands = (island for island in range(self._transfer.num_islands) if island != self._own)
+        absent = [island for island in islands if not self._store.beat(island)]
+        if absent and absent != self._absent:
+            names = ", ".join(map(str, absent))
+            print(
+                f"train.outer.max_staleness 0: the first turn waits for islands that have not joined: {names}",
+                flush=True,
+            )
+        self._absent = absent
+        return not absent
+
+    def _is_ahead(self) -> bool:
+        """Whether the next round is one of the turn in which this island has done its own, and others can do it."""
+        islands = self._transfer.num_islands
+        if self._latest < 0 or next_round(self._store) // islands != self._latest // islands:
+            return False
+        return any(self._transfer.alive(island) for island in range(islands) if island != self._own)
 
     def holds(self, number: int) -> bool:
         """Whether a claimed round is still this island's: nobody has taken it over."""
@@ -287,6 +347,8 @@ class Claims:
 
     def _too_far_ahead(self) -> bool:
         """Whether a live island would fall behind by more updates than `max_staleness` allows."""
+        if self._limits.in_turns:
+            return False
         for island in range(self._transfer.num_islands):
             if island == self._own or not self._transfer.alive(island):
                 continue

@@ -78,6 +78,13 @@ class BackgroundTransfer:
             raise self._failure
         return [len(updates) for updates in self._arrived]
 
+    def before(self, rounds: range, counts: list[int]) -> list[int]:
+        """How many of these fetched updates of each island come before the first one of these rounds."""
+        return [
+            next((place for place, update in enumerate(updates[:count]) if update.round in rounds), count)
+            for updates, count in zip(self._arrived, counts, strict=False)
+        ]
+
     def take(self, counts: list[int]) -> list[Update]:
         """Remove and return this many fetched updates of each island, oldest first."""
         taken = [update for updates, count in zip(self._arrived, counts, strict=False) for update in updates[:count]]

@@ -284,8 +284,6 @@ def why_not(config: PretrainedConfig, task: str | None) -> str:
         tiny = trial_config(config)
     except Exception as error:  # configs that differ by layer refuse to be read as one
         return f"no tiny model can be made of it: {first_line(error)}"
-    if getattr(config, "sliding_window", None) is not None:
-        tiny["sliding_window"] = 4
     return tried("attention", tiny, [task], lambda: _trial(dict(tiny), task))
 
 
@@ -310,7 +308,7 @@ def _tiny(builder: Any, config: PretrainedConfig) -> Any:
 
 
 def trial_batches() -> list[MicroBatch]:
-    """Rows that are plain, padded on the right, and packed with different bounds."""
+    """Rows that are plain, padded on the right (by id 0, that of tiny models), and packed with different bounds."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY - 1, (2, 12), generator=generator)
     mask = torch.ones_like(ids)
@@ -318,7 +316,7 @@ def trial_batches() -> list[MicroBatch]:
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((5, 7), (3, 6, 3))])
     return [
         MicroBatch(ids, ids).located(),
-        MicroBatch(ids, ids, attention_mask=mask).located(),
+        MicroBatch(ids * mask, ids, attention_mask=mask).located(),
         MicroBatch(ids, ids, position_ids=positions).located(),
     ]
 

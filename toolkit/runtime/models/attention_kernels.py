@@ -258,7 +258,11 @@ def attend(
     if kernel is by_document and documents.runs == [(rows, query.shape[2])]:  # plain rows: nothing to split and join
         return _inside(query, key, value, ask).transpose(1, 2)[..., :width]
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    output = kernel(q, k, v, documents, ask)
+    if (branches := documents.branches) is None:
+        output = kernel(q, k, v, documents, ask)
+    else:
+        q, k, v = (branches.complete(tensor) for tensor in (q, k, v))
+        output = branches.once(kernel(q, k, v, branches.documents, ask))
     return output.view(rows, -1, *output.shape[1:])[..., :width]
 
 

@@ -14,7 +14,7 @@ IGNORE = -100
 """Label of a position that the loss does not count."""
 
 
-FOR_THE_LOSS = ("labels", "pairs", "reference", "scores", "keys", "teacher_ids", "teacher_logps", "noise")
+FOR_THE_LOSS = ("labels", "pairs", "reference", "scores", "keys", "teacher_ids", "teacher_logps", "noise", "own_bounds")
 """Tensors that the model does not get."""
 
 
@@ -49,6 +49,8 @@ class MicroBatch:
     """Distillation: the teacher's likeliest tokens at each position."""
     teacher_logps: torch.Tensor | None = None
     """Their log-probabilities."""
+    own_bounds: torch.Tensor | None = None
+    """Pairs in rows that sequence ranks share: bounds of the documents among the tokens of this rank."""
     noise: torch.Tensor | None = None
     """A number for each row, from which the noise on its embeddings follows (NEFTune)."""
 
@@ -97,4 +99,6 @@ class MicroBatch:
         """What the loss is averaged over: pairs, or else what it counts. Rows without any label are padding."""
         if self.pairs is None:
             return self.counted
+        if self.own_bounds is not None:  # labels may be on other ranks
+            return int(self.pairs.sum())
         return int(self.pairs[(self.labels != IGNORE).any(1)].sum())

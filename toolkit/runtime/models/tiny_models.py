@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, Sizes, drawn_sizes, tiny_sizes
+from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, WINDOW, Sizes, drawn_sizes, tiny_sizes
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
 __all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "Sizes", "drawn_sizes", "tiny_config", "tiny_of_type", "trial_config"]
@@ -26,6 +26,9 @@ def tiny_config(base: PretrainedConfig, sizes: Sizes = USUAL, dropout: float = 0
     kinds = base.to_dict().get("layer_types")
     if kinds:
         values["layer_types"] = [kind for _, kind in zip(range(sizes.layers), _cycle(kinds), strict=False)]
+    for key in ("sliding_window", "window_size"):  # the second one is GPT-Neo's; that of images has another meaning
+        if _has(base, "vocab_size") and type(getattr(base, key, None)) is int:
+            values[key] = WINDOW
     if _has(base, "index_topk"):  # sparse latent attention has no groups of heads
         values["num_key_value_heads"] = sizes.heads
     if _has(base, "attention_types"):  # GPT-Neo: kinds of layers, and how often they repeat
@@ -76,6 +79,8 @@ def _cycle(kinds: Iterable[str]) -> Iterable[str]:
 
 
 SAMPLES, TOKENS, UNPADDED, PROBE_TOKENS = 2, 16, 10, 8
+CHANNELS = 8
+"""Channels of hidden states that stand for classes where a model has no head; every tiny model has as many."""
 SEED = 0
 
 
@@ -110,4 +115,6 @@ def probe_batches(task: str | None, config: PretrainedConfig) -> list[MicroBatch
             MicroBatch(inputs, labels, decoder_input_ids=seen),
             MicroBatch(inputs * mask, labels, mask, decoder_input_ids=seen),
         ]
+    if task == "embedding":
+        labels = labels % CHANNELS
     return [MicroBatch(inputs, labels), MicroBatch(inputs * mask, labels.masked_fill(mask == 0, IGNORE), mask)]

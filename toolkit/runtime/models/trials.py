@@ -1,6 +1,7 @@
 """What was tried on a tiny model, once per host and user: verdicts are kept on disk.
 
-Every rank of every run would make the same trials before it builds its engine: about a second of CPU.
+Every rank of every run would make the same trials before it builds its engine: about a second of CPU. On a host one
+rank makes them, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -33,21 +34,27 @@ def tried(what: str, config: dict[str, Any], how: list[Any], trial: Callable[[],
     no, too, but is made again next time: the host may have been short of memory.
     """
     key = _key(what, config, [*how, _sources(trial.__code__.co_filename)])
+    if _file().get(key) is None and key not in _failed:
+        with _file().one_at_a_time():
+            if _file().get(key) is None:
+                _try(key, trial)
     known = _file().get(key)
-    if known is not None or key in _failed:
-        return known.reason if known is not None else _failed[key]
+    return known.reason if known is not None else _failed[key]
+
+
+def _try(key: str, trial: Callable[[], str]) -> None:
+    """Make a trial and remember its verdict."""
     before = rng.capture()
     try:
         with torch.enable_grad():  # a trial may be asked for inside another one, which computes no gradients
             reason = trial()
     except Exception as error:
         _failed[key] = f"a trial on a tiny model failed: {first_line(error)}"
-        return _failed[key]
+        return
     finally:
         rng.restore(before)  # building a model seeds all generators, and dropout draws from them
         gc.collect()  # models hold themselves in cycles: their tensors would be counted as the run's
     _file().put(key, Verdict(not reason, reason))
-    return reason
 
 
 @functools.cache

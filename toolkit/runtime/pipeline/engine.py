@@ -17,7 +17,7 @@ from toolkit.recipe.schedules import Schedule, scaled_lr
 from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.engine import gradient_reduction, weight_average
-from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step
+from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, undo_first_step, without_broadcast
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter
 from toolkit.runtime.engine.parameter_groups import parameter_groups
 from toolkit.runtime.engine.protocol import EvaluationSums, StepNumbers, StepResult
@@ -68,13 +68,14 @@ class PipelineEngine:
         self._accumulated = mesh.plan.grad_accum
         module = StagedModule(chunks, mesh)
         optimizer, config = own_optimizer(train, config)
-        self._engine, *_ = deepspeed.initialize(
-            model=module,
-            model_parameters=parameter_groups(chunks.parameters_by_name.items(), train, scaled_lr(train)),
-            config=config,
-            optimizer=optimizer,
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
-        )
+        with without_broadcast():
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                model_parameters=parameter_groups(chunks.parameters_by_name.items(), train, scaled_lr(train)),
+                config=config,
+                optimizer=optimizer,
+                lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor),
+            )
         self._routers.attach()
         module.sums_apart = bool(vars(self._engine.optimizer).get("use_grad_accum_attribute"))
         undo_first_step(self._engine.optimizer)
@@ -130,10 +131,10 @@ class PipelineEngine:
         return [stage.model for stage in self._chunks]
 
     def step(self, batch: Sequence[MicroBatch]) -> StepResult:
-        plan = self._mesh.plan
+        plan, whole = self._mesh.plan, batch
         batch = self._own(batch)
         tokens, weighed = (one.total for one in count_tokens(batch, self._mesh))
-        first_pass(self, batch, self._mesh.sum_over_tokens)
+        first_pass(self, whole, self._mesh.sum_over_tokens)
         self._run.follow(batch)
         # DeepSpeed divides by micro-batches and replicas; this weight makes the result the mean over counted tokens.
         self._accumulate(len(batch))
@@ -181,10 +182,10 @@ class PipelineEngine:
         return batch if self._mesh.plan.token_parts == 1 else [self._slice_batch(micro) for micro in batch]
 
     def evaluate(self, batch: Sequence[MicroBatch]) -> EvaluationSums:
-        batch = self._own(batch)
+        whole, batch = batch, self._own(batch)
         weighed = count_tokens(batch, self._mesh)[1].total
         if isinstance(self.loss, TwoPass):
-            own = first_pass(self, batch, self._mesh.sum_over_tokens)
+            own = first_pass(self, whole, self._mesh.sum_over_tokens)
             nothing = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
             total, correct = self._over_replicas(nothing if own is None else own).tolist()
             return EvaluationSums(total, weighed, int(correct))

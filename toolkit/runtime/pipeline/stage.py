@@ -162,19 +162,19 @@ def _carve(
 ) -> dict[str, torch.nn.Parameter]:
     """Reduce a skeleton to a stage's part; return the stage's parameters by name."""
     named = dict(model.named_parameters())
-    where = sites(model)
     start, end = split.bounds[index], split.bounds[index + 1]
     layers = model.get_submodule(split.layers)
     assert isinstance(layers, torch.nn.ModuleList)
     first = layers[start]
     for number, layer in enumerate(list(layers)):
         if not start <= number < end:
-            layers[number] = StandIn(layer, _leave if number == end else _pass_by(split.template))
+            layers[number] = StandIn(layer, _leave if number == end else _pass_by(split.template, number == 0))
     if index > 0:
         enter_at(first, split.crossing[start], stage.received)
     own = {name: parameter for name, parameter in named.items() if index in split.owners[name]}
+    where = sites(model)  # without those behind stand-ins: nothing reads them
     for name, parameter in named.items():
-        if name not in own:
+        if name not in own and id(parameter) in where:
             _make_unowned(where, parameter, dtype)
     return own
 
@@ -183,9 +183,15 @@ def _leave(arguments: Arguments) -> Any:
     raise Cut(arguments)
 
 
-def _pass_by(template: Any) -> Any:
-    """Forward pass of a stand-in for an earlier layer: zeros of the right shapes."""
-    return lambda arguments: fill_template(template, torch.zeros_like(hidden_of(arguments), requires_grad=False))
+def _pass_by(template: Any, is_first: bool) -> Any:
+    """Forward pass of a stand-in for an earlier layer: zeros of the right shapes, made once and handed on."""
+
+    def act(arguments: Arguments) -> Any:
+        hidden = hidden_of(arguments)
+        fresh = is_first or hidden.requires_grad
+        return fill_template(template, torch.zeros_like(hidden, requires_grad=False) if fresh else hidden)
+
+    return act
 
 
 def _make_unowned(where: Sites, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:

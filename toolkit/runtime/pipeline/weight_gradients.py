@@ -12,16 +12,19 @@ of every micro-batch in Python, computes custom functions twice, and bypasses pa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.runtime.layers.later_gradients import later_linear
+from toolkit.runtime.sharding.styles import is_wrapped, put_off_weights
+
 Place = tuple[int, int]
 """Stage and micro-batch."""
-Waiting = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
-"""A linear layer, its input, and the gradient of its output."""
+Waiting = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+"""A weight, and what computes its gradient."""
 
 
 class WeightGradients:
@@ -29,26 +32,34 @@ class WeightGradients:
 
     def __init__(self, stages: torch.nn.Module) -> None:
         self._lists: dict[Place, list[Waiting]] = {}
-        self.open: list[Waiting] | None = None
-        """Where layers put what they do not compute; None: they compute everything."""
+        self._open: list[Waiting] | None = None
+        """Where gradients are put that are not computed now; None: all are computed at once."""
         for module in stages.modules():
-            if _can_wait(module):
+            if is_wrapped(module):
+                put_off_weights(module, self)
+            elif _can_wait(module):
                 module.forward = _later(module, self)
 
     @contextlib.contextmanager
     def collecting(self, place: Place) -> Iterator[None]:
         """Let the layers of a backward pass put off their weights' gradients."""
-        self.open = self._lists[place] = []
+        self._open = self._lists[place] = []
         try:
             yield
         finally:
-            self.open = None
+            self._open = None
+
+    def gradient(self, weight: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+        """The gradient of a weight, as a layer's backward pass asks for it."""
+        if self._open is None:
+            return compute()
+        self._open.append((weight, compute))
+        return None
 
     def compute(self, place: Place) -> None:
         """Compute what was put off, and add it to the weights' gradients; hooks of the weights run as usual."""
-        for module, inputs, gradient in self._lists.pop(place):
-            weight: Any = module.weight
-            torch.autograd.backward([weight], [_weight_gradient(module, inputs, gradient)])
+        for weight, compute in self._lists.pop(place):
+            torch.autograd.backward([weight], [compute()])
 
 
 def _can_wait(module: torch.nn.Module) -> bool:
@@ -57,34 +68,9 @@ def _can_wait(module: torch.nn.Module) -> bool:
     return plain and isinstance(weight := module.weight, torch.nn.Parameter) and weight.requires_grad
 
 
-def _later(module: torch.nn.Module, waiting: WeightGradients) -> Any:
-    return lambda inputs: _Product.apply(inputs, module.weight, module.bias, module, waiting)  # type: ignore[no-untyped-call]
+def _later(module: Any, waiting: WeightGradients) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        return later_linear(x, weight, module.bias, waiting)
 
-
-class _Product(torch.autograd.Function):
-    """A linear layer whose backward pass may leave the weight for later."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: Any, module: Any, waiting: WeightGradients
-    ) -> torch.Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.module, ctx.waiting, ctx.bias = module, waiting, bias is not None
-        return type(module).forward(module, inputs)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        inputs, weight = ctx.saved_tensors
-        onward = None
-        if ctx.needs_input_grad[0]:
-            onward = gradient @ (weight.t() if isinstance(ctx.module, Conv1D) else weight)
-        of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.bias and ctx.needs_input_grad[2] else None
-        if ctx.waiting.open is not None:
-            ctx.waiting.open.append((ctx.module, inputs, gradient))
-            return onward, None, of_bias, None, None
-        return onward, _weight_gradient(ctx.module, inputs, gradient), of_bias, None, None
-
-
-def _weight_gradient(module: torch.nn.Module, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    rows, columns = gradient.reshape(-1, gradient.shape[-1]), inputs.reshape(-1, inputs.shape[-1])
-    return columns.t() @ rows if isinstance(module, Conv1D) else rows.t() @ columns
+    return forward

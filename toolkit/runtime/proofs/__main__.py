@@ -6,15 +6,18 @@ import json
 import sys
 from dataclasses import asdict
 
-from toolkit.plans.split_verdicts import Axes
-from toolkit.recipe.model_section import Lora, Model
-from toolkit.runtime.proofs.coverage import try_autotp
-from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
-
 
 def main() -> int:
     """Read the question from standard input; print the verdict as the last line of standard output."""
-    question = json.load(sys.stdin)
+    text = sys.stdin.read()  # before the imports, which take seconds: whoever asked may have been stopped meanwhile
+    if not text:
+        return 1
+    from toolkit.plans.split_verdicts import Axes
+    from toolkit.recipe.model_section import Lora, Model
+    from toolkit.runtime.proofs.coverage import try_autotp
+    from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
+
+    question = json.loads(text)
     given, axes = question["model"], Axes(**question["axes"])
     section = Model(**{**given, "lora": Lora(**given["lora"]) if given["lora"] else None})
     by_autotp = axes.tensor_by == "autotp"

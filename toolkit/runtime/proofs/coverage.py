@@ -72,6 +72,7 @@ EXPERT_CASES: dict[str, Case] = {
     "experts-4": Case({**_EXPERTS, "ep": 4, "micro_batch": 1}, nproc=4),
     "experts-2x-tensor-2": Case({**_EXPERTS, "tp": 2}, nproc=4),
     "experts-2x-pipeline-2": Case({**_EXPERTS, "pp": 2, "micro_batch": 1}, nproc=4),
+    "lora-experts-2": Case(_EXPERTS, lora=True),
 }
 """Of mixtures of experts, in addition."""
 

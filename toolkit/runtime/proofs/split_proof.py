@@ -46,7 +46,9 @@ from toolkit.runtime.pipeline.split import analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.pipeline.weight_gradients import WeightGradients
 from toolkit.runtime.proofs.thread_ranks import ThreadExpertGroup, ThreadGroup, ThreadRing, thread_groups
+from toolkit.runtime.sharding import complete_texts
 from toolkit.runtime.sharding.collectives import TensorGroup
+from toolkit.runtime.sharding.complete_texts import Slice
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceRefused, SequenceShare
 from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
@@ -86,8 +88,9 @@ def tiny_model_section(section: Model, axes: Axes) -> Model:
         precision="fp32",
         attention=without_gpu(section.attention),
         task=section.task,
-        num_labels=section.num_labels,
-        lora=section.lora and replace(section.lora, rank=min(section.lora.rank, RANK), dropout=0.0, quantize="none"),
+        num_labels=section.num_labels and max(section.num_labels, 2),  # of one class the loss would always be 0
+        lora=section.lora
+        and replace(section.lora, rank=min(section.lora.rank, RANK), dropout=0.0, quantize="none", start="zero"),
     )
 
 
@@ -159,12 +162,14 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
     parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind, sliced_logits=sliced) for group in groups]
     if axes.weights_later:
         parts = [replace(part, later=WeightGradients(torch.nn.ModuleList(part.pieces))) for part in parts]
-    shares = [_share(part.models, *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)]
+    own: list[Slice | None] = [
+        _slice(tiny, part.models, *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)
+    ]
     for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
         for model in (model for part in parts for model in part.models):
             model.zero_grad(set_to_none=True)
         with ThreadPoolExecutor(len(groups)) as pool:
-            runs = [pool.submit(_run, *each, micro) for each in zip(parts, shares, groups, strict=True)]
+            runs = [pool.submit(_run, *each, micro) for each in zip(parts, own, groups, strict=True)]
             errors = [error for run in runs if (error := run.exception()) is not None]
             if errors:  # ranks that waited for the one that failed have broken barriers
                 raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
@@ -232,11 +237,9 @@ def _wrong_experts(own: Any, models: Sequence[Any], expected: Gradients) -> list
     return wrong
 
 
-def _share(models: Sequence[PreTrainedModel], group: ThreadGroup, ring: ThreadGroup) -> SequenceShare:
+def _slice(tiny: Model, models: Sequence[PreTrainedModel], group: ThreadGroup, ring: ThreadGroup) -> Slice:
     share = SequenceShare(group, ThreadRing(ring) if ring.ranks > 1 else None, in_turn=len(models) == 1)
-    for model in models:
-        share.install(model)
-    return share
+    return complete_texts.install(share, group, tiny, models)
 
 
 @dataclass(frozen=True)
@@ -322,9 +325,9 @@ def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
     return model.to(kind).train()
 
 
-def _run(part: _Part, share: SequenceShare | None, groups: Sequence[ThreadGroup], micro: MicroBatch) -> float:
+def _run(part: _Part, own: Slice | None, groups: Sequence[ThreadGroup], micro: MicroBatch) -> float:
     try:
-        micro = share.slice_batch(micro) if share else micro
+        micro = own(micro) if own else micro
         if not isinstance(part.pieces[0], Stage):
             loss = part.loss(forward(part.pieces[0], micro).logits.double(), micro.labels)
         else:

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from toolkit.runtime.distributed.process_group import all_reduce_wait
+from toolkit.runtime.layers.later_gradients import AT_ONCE, Later, weight_gradient
 from toolkit.runtime.layers.recompute import is_summed, keeps_products, note_sum
 from toolkit.runtime.models.parameter_shards import shares
 
@@ -37,7 +38,9 @@ class TensorGroup:
             self._entered = (weakref.ref(tensor), mode, entered)
         return self._entered[2]
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later = AT_ONCE
+    ) -> torch.Tensor:
         """A linear over a replicated value whose gradient is reduced while weight gradients are computed."""
         mode = (x._version, torch.is_grad_enabled())
         known = self._read
@@ -45,7 +48,7 @@ class TensorGroup:
             reduction = Reduction(self)
             entered: torch.Tensor = _Enter.apply(x, reduction)  # type: ignore[no-untyped-call]
             known = self._read = (weakref.ref(x), mode, entered, reduction)
-        return _Linear.apply(known[2], weight, bias, known[3])  # type: ignore[no-untyped-call, no-any-return]
+        return _Linear.apply(known[2], weight, bias, known[3], later)  # type: ignore[no-untyped-call, no-any-return]
 
     def forget(self) -> None:
         """Let go of the last value that was read: a gradient is done, so this is a backward pass.
@@ -206,10 +209,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, reduction: Reduction
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        reduction: Reduction,
+        later: Later,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.reduction = reduction
+        ctx.reduction, ctx.later = reduction, later
         if ctx.needs_input_grad[0]:
             reduction.expect()
         return linear(x, weight, bias)
@@ -219,13 +227,10 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
         on_its_way = ctx.reduction.add(rows.mm(weight).view(x.shape)) if ctx.needs_input_grad[0] else None
-        of_weight = weight_gradient(rows, x) if ctx.needs_input_grad[1] else None
-        return on_its_way, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
-
-
-def weight_gradient(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Gradient of a linear's weight from the gradient of its output, as rows, and its input."""
-    return rows.t().mm(x.reshape(-1, x.shape[-1]))
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = ctx.later.gradient(weight, lambda: weight_gradient(rows, x))
+        return on_its_way, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 class _SumOut(torch.autograd.Function):

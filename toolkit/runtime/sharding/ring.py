@@ -1,17 +1,14 @@
 """Ring attention: ranks share the tokens of a sequence, and keys and values travel round them.
 
-A sequence is cut into twice as many chunks as the ring has ranks; rank i holds chunks i and 2·cp − 1 − i (zig-zag), so
-that causal work is even. What a rank computes with the keys of another one is a list of rectangles: inside a chunk each
-document is a causal square, and between two chunks a document that reaches into both is a full rectangle. So packed
-documents need no mask. Results of rectangles are merged by their log-sum-exp. In the backward pass gradients of keys
-and values travel with them and are home after one turn.
+What a rank computes with the keys of another one is a list of blocks (`ring_blocks.py`), so packed documents and
+windows need no mask. Results of blocks are merged by their log-sum-exp. In the backward pass gradients of keys and
+values travel with them and are home after one turn.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +18,7 @@ from torch.nn.functional import pad
 from toolkit.errors import first_line
 from toolkit.runtime.distributed.process_group import send_wait
 from toolkit.runtime.layers.recompute import kept_result
-from toolkit.runtime.models.documents import Documents
+from toolkit.runtime.sharding.ring_blocks import Block, Sees
 
 
 class RingGroup:
@@ -52,58 +49,6 @@ def finish(started: tuple[torch.Tensor, list[Any]]) -> torch.Tensor:
     return started[0]
 
 
-def zigzag(length: int, ranks: int, index: int) -> list[range]:
-    """The two chunks of a sequence that a rank holds, in its order."""
-    width = length // (2 * ranks)
-    return [range(chunk * width, (chunk + 1) * width) for chunk in (index, 2 * ranks - 1 - index)]
-
-
-@dataclass(frozen=True)
-class Rectangle:
-    """Queries of this rank that see keys of another one, by their places there."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def rectangles(documents: Documents, ranks: int, own: int, other: int) -> list[Rectangle]:
-    """What rank `own` computes with the keys of rank `other`."""
-    rows = list(_spans(documents))
-    alike = all(row == rows[0] for row in rows)
-    found = []
-    for number, spans in enumerate(rows[:1] if alike else rows):
-        which = slice(0, len(rows)) if alike else slice(number, number + 1)
-        chunks = (_placed(documents.row_length, ranks, index) for index in (own, other))
-        for (q_at, q), (k_at, k) in itertools.product(*chunks):
-            if k.start > q.start:
-                continue  # keys of later tokens
-            for start, end in spans:
-                a, b, c, d = max(start, q.start), min(end, q.stop), max(start, k.start), min(end, k.stop)
-                if a < b and c < d:
-                    queries, keys = slice(q_at + a, q_at + b), slice(k_at + c, k_at + d)
-                    found.append(Rectangle(which, queries, keys, q == k))
-    return found
-
-
-def _spans(documents: Documents) -> Iterator[list[tuple[int, int]]]:
-    """First token and last + 1 of every document, row by row."""
-    row: list[tuple[int, int]] = []
-    for length in documents.lengths:
-        start = row[-1][1] if row else 0
-        row.append((start, start + length))
-        if start + length == documents.row_length:
-            yield row
-            row = []
-
-
-def _placed(length: int, ranks: int, index: int) -> list[tuple[int, range]]:
-    """Chunks of a rank, each with what leads from a token's place in the sequence to its place on the rank."""
-    first, second = zigzag(length, ranks, index)
-    return [(-first.start, first), (len(first) - second.start, second)]
-
-
 def use_flash_3() -> str:
     """Let torch's flash operators, which a ring calls, run flash-attn 3's kernels; why they can't, or nothing.
 
@@ -117,35 +62,54 @@ def use_flash_3() -> str:
     return ""
 
 
-Work = Callable[[int], list[Rectangle]]
+Work = Callable[[int], list[Block]]
+"""Blocks by the rank whose keys they read."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What a turn of the ring does."""
+
+    scale: float
+    """Of scores."""
+    ring: RingGroup
+    work: Work
 
 
 def ring_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, ring: RingGroup, work: Work
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    ring: RingGroup,
+    work: Work,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the whole ring: (rows, heads, own tokens, width) each.
 
-    `work`: rectangles by the rank whose keys they read. Key heads may be fewer than query heads.
+    Key heads may be fewer than query heads. `sinks`: one more score per head, which takes probability and has no value.
     """
+    query, key, value = qkv
     width = value.shape[-1]
     value = pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    found: torch.Tensor = _Ring.apply(query, key, value, scale, ring, work)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Ring.apply(query, key, value, sinks, _Turn(scale, ring, work))  # type: ignore[no-untyped-call]
     return found[..., :width]
 
 
-def _turn(
-    query: torch.Tensor, pair: torch.Tensor, scale: float, ring: RingGroup, work: Work
+def _run(
+    query: torch.Tensor, pair: torch.Tensor, sinks: torch.Tensor | None, turn: _Turn
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) of the queries over the keys and values of all ranks; the next ones come meanwhile."""
+    ring = turn.ring
     wide = torch.promote_types(query.dtype, torch.float32)
     total = torch.zeros_like(query, dtype=wide)
     lse = torch.full(query.shape[:-1], -math.inf, dtype=wide, device=query.device)
+    if sinks is not None:
+        lse.copy_(sinks[:, None].expand_as(lse))  # as a key that was seen before all others, with nothing as its value
     for step in range(ring.ranks):
         coming = ring.start(pair) if step + 1 < ring.ranks else None
-        for one in work((ring.index - step) % ring.ranks):
+        for one in turn.work((ring.index - step) % ring.ranks):
             at, there = (one.rows, slice(None), one.queries), (one.rows, slice(None), one.keys)
-            part, part_lse = _forward(query[at], pair[0][there], pair[1][there], one.causal, scale)
+            part, part_lse = _forward((query[at], pair[0][there], pair[1][there]), one.sees, turn.scale)
             both = torch.logaddexp(lse[at], part_lse.to(wide))
             total[at] *= (lse[at] - both).exp_().unsqueeze(-1)
             total[at] += part * (part_lse - both).exp_().unsqueeze(-1)
@@ -161,21 +125,21 @@ class _Ring(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scale: float,
-        ring: RingGroup,
-        work: Work,
+        sinks: torch.Tensor | None,
+        turn: _Turn,
     ) -> torch.Tensor:
         query = query.contiguous()
-        output, lse = kept_result(lambda: _turn(query, torch.stack([key, value]), scale, ring, work))
-        ctx.save_for_backward(query, key, value, output, lse)
-        ctx.how = scale, ring, work
+        output, lse = kept_result(lambda: _run(query, torch.stack([key, value]), sinks, turn))
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
+        ctx.turn = turn
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        scale, ring, work = ctx.how
+        query, key, value, sinks, output, lse = ctx.saved_tensors
+        turn: _Turn = ctx.turn
+        ring = turn.ring
         gradient = gradient.contiguous()
         wide = torch.promote_types(query.dtype, torch.float32)
         of_query = torch.zeros_like(query, dtype=wide)
@@ -184,10 +148,10 @@ class _Ring(torch.autograd.Function):
         for step in range(ring.ranks):
             coming = ring.start(pair) if step + 1 < ring.ranks else None
             of_pair = torch.zeros_like(pair, dtype=wide)
-            for one in work((ring.index - step) % ring.ranks):
+            for one in turn.work((ring.index - step) % ring.ranks):
                 at, there = (one.rows, slice(None), one.queries), (one.rows, slice(None), one.keys)
                 read = gradient[at], query[at], pair[0][there], pair[1][there], output[at], lse[at]
-                of_q, of_k, of_v = _backward(read, one.causal, scale)
+                of_q, of_k, of_v = _backward(read, one.sees, turn.scale)
                 of_query[at] += of_q
                 of_pair[0][there] += of_k
                 of_pair[1][there] += of_v
@@ -197,34 +161,46 @@ class _Ring(torch.autograd.Function):
             pair = finish(coming) if coming is not None else pair
         assert on_its_way is not None
         of_pair = finish(on_its_way)  # after one turn it is home
-        return of_query.to(query.dtype), of_pair[0].to(key.dtype), of_pair[1].to(value.dtype), None, None, None
+        of_sinks = None if sinks is None else _of_sinks(sinks, gradient, output, lse)
+        return of_query.to(query.dtype), of_pair[0].to(key.dtype), of_pair[1].to(value.dtype), of_sinks, None
 
 
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output, log-sum-exp) of one rectangle by torch's flash kernels, which take fewer key heads as they are."""
-    aten = torch.ops.aten
+def _of_sinks(sinks: torch.Tensor, gradient: torch.Tensor, output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """Gradient of the sinks: the probability that each took away, times what it was taken from."""
+    taken = (sinks[:, None] - lse).exp()
+    return -(taken * (gradient * output).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def _forward(given: tuple[torch.Tensor, ...], sees: Sees, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) of a block's (query, key, value) by torch's flash kernels.
+
+    They take fewer key heads as they are. The edge of a window is a causal square if both sides are read backwards.
+    """
+    aten, causal = torch.ops.aten, sees is not Sees.ALL
+    query, key, value = _backwards(given) if sees is Sees.LATER else given
     if query.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-            query, key, value, 0.0, causal, scale=scale
-        )
-    output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
-    return output, lse
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+    else:
+        output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    return (output.flip(2), lse.flip(2)) if sees is Sees.LATER else (output, lse)
 
 
-def _backward(
-    given: tuple[torch.Tensor, ...], causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of one rectangle. `given`: gradient, query, key, value, and output and log-sum-exp over all keys."""
-    aten, (_, query, key, *_) = torch.ops.aten, given
+def _backward(given: tuple[torch.Tensor, ...], sees: Sees, scale: float) -> tuple[torch.Tensor, ...]:
+    """Gradients of a block. `given`: gradient, query, key, value, and output and log-sum-exp over all keys."""
+    aten, causal = torch.ops.aten, sees is not Sees.ALL
+    given = _backwards(given) if sees is Sees.LATER else given
+    _, query, key, *_ = given
     if query.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-            *given, 0.0, causal, scale=scale
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)
+    else:
+        none = torch.empty(0, dtype=torch.long, device=query.device)  # of random numbers for dropout
+        lengths = query.shape[2], key.shape[2]
+        found = aten._scaled_dot_product_flash_attention_backward(
+            *given, None, None, *lengths, 0.0, causal, none, none, scale=scale
         )
-    none = torch.empty(0, dtype=torch.long, device=query.device)  # of random numbers for dropout
-    lengths = query.shape[2], key.shape[2]
-    found = aten._scaled_dot_product_flash_attention_backward(
-        *given, None, None, *lengths, 0.0, causal, none, none, scale=scale
-    )
-    return found[0], found[1], found[2]
+    return _backwards(found[:3]) if sees is Sees.LATER else tuple(found[:3])
+
+
+def _backwards(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors with their tokens in the opposite order."""
+    return tuple(tensor.flip(2) for tensor in tensors)

@@ -203,8 +203,8 @@ def _cut_bare(modules: dict[str, torch.nn.Module], name: str, style: str, sharde
     packs = _packs(style)
     for adapter in adapters:
         assert parameter.ndim == 3, "adapters are added to tensors of experts"
-        assert not getattr(module, "is_transposed", False), "they have the order experts, outputs, inputs"
-        styles.cut_factors(adapter, sharder, outputs=dim == 1, packs=packs)
+        outputs = 2 if getattr(module, "is_transposed", False) else 1
+        styles.cut_factors(adapter, sharder, outputs=dim == outputs, packs=packs)
     sharder.cut(module, key, dim, packs=packs)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from toolkit.runtime.layers.later_gradients import AT_ONCE, Later, later_linear
 from toolkit.runtime.models.parameter_shards import Layout, layout_of, mark_partial, mark_shard, shares, sites
 from toolkit.runtime.sharding.collectives import TensorGroup, copy_in, cut_in, join_out, sum_out, whole_weight
 from toolkit.runtime.sharding.token_collectives import leave_tokens, linear_of_tokens
@@ -90,9 +90,18 @@ def _is_on_shares(module: torch.nn.Module) -> bool:
     return getattr(module, "on_token_shares", False)
 
 
+def put_off_weights(module: torch.nn.Module, later: Later) -> None:
+    """Let a sliced linear compute the gradient of its weight when `later` says so."""
+    module.weights_later = later  # type: ignore[assignment]
+
+
+def _later(module: torch.nn.Module) -> Later:
+    return getattr(module, "weights_later", AT_ONCE)
+
+
 def reader_of_shares(module: Any) -> Callable[[Forward], Forward]:
     """How a complete linear computes inside such a region: it keeps a share of its input."""
-    return lambda inner: lambda x: linear_of_tokens(x, module.weight, module.bias)
+    return lambda inner: lambda x: linear_of_tokens(x, module.weight, module.bias, _later(module))
 
 
 def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int = 1) -> None:
@@ -108,8 +117,14 @@ def columns(module: Any, sharder: Sharder, *, gather: bool = False, packs: int =
         def run(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if _is_on_shares(module):
                 known = plain or isinstance(module, Conv1D)
-                return linear_of_tokens(x, _as_linear(module), module.bias) if known else inner(x, *args, **kwargs)
-            y = group.linear(x, module.weight, module.bias) if plain else inner(group.enter(x), *args, **kwargs)
+                if known:
+                    return linear_of_tokens(x, _as_linear(module), module.bias, _later(module))
+                inside: torch.Tensor = inner(x, *args, **kwargs)
+                return inside
+            if plain:
+                y = group.linear(x, module.weight, module.bias, _later(module))
+            else:
+                y = inner(group.enter(x), *args, **kwargs)
             return join_out(y, size, group) if gather else y
 
         return run
@@ -158,7 +173,7 @@ def rows(module: Any, sharder: Sharder, *, split: bool = False) -> None:
 
     def forward(inner: Forward) -> Forward:
         def run(x: torch.Tensor) -> torch.Tensor:
-            y = linear(cut_in(x, group) if split else x, _as_linear(module))
+            y = later_linear(cut_in(x, group) if split else x, _as_linear(module), None, _later(module))
             y = leave_tokens(y, group) if _is_on_shares(module) else sum_out(y, group, in_place=True)
             return y if module.bias is None else y + module.bias  # once, after the sum
 

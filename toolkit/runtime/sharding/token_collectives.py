@@ -11,8 +11,9 @@ import torch
 from torch.nn.functional import linear
 
 from toolkit.runtime.distributed.process_group import all_reduce_wait
+from toolkit.runtime.layers.later_gradients import AT_ONCE, Later, later_linear, weight_gradient
 from toolkit.runtime.layers.recompute import note_scattered
-from toolkit.runtime.sharding.collectives import TensorGroup, weight_gradient
+from toolkit.runtime.sharding.collectives import TensorGroup
 
 GATHERED = "gathered_tokens"
 """Attribute of a gathered tensor: the share that it was made of, and its `GatheredTokens`."""
@@ -26,6 +27,11 @@ def cut_tokens(tensor: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 def join_tokens(share: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """All tokens, for computation that all ranks do alike: their gradients are equal and complete."""
     return _Join.apply(share, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gather_tokens(share: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+    """All tokens, for computation whose results the ranks count in part: their gradients are summed."""
+    return _Gather.apply(share, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def enter_tokens(share: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -44,20 +50,23 @@ def leave_tokens(partial: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return _Leave.apply(partial, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def linear_of_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear_of_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, later: Later = AT_ONCE
+) -> torch.Tensor:
     """A linear inside a sharded region; of an input that `enter_tokens` made it keeps the share only."""
     found = getattr(x, GATHERED, None)
     if found is None:
-        return linear(x, weight, bias)
+        return later_linear(x, weight, bias, later)
     share, gathered = found
-    return _Linear.apply(x, share, weight, bias, gathered)  # type: ignore[no-untyped-call, no-any-return]
+    return _Linear.apply(x, share, weight, bias, gathered, later)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class GatheredTokens:
     """Gathered tokens that several linears of a sharded region read (query, key and value, or gate and up).
 
     In the backward pass the first of them starts to gather the tokens again, and the last one starts the reduce-scatter
-    of the input's gradient before it computes the gradient of its weight.
+    of the input's gradient before it computes the gradient of its weight. Where those of weights come later, the first
+    that is computed gathers the tokens.
     """
 
     def __init__(self, group: TensorGroup) -> None:
@@ -178,6 +187,17 @@ class _Join(torch.autograd.Function):
         return own_tokens(gradient, ctx.group), None
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole_tokens(share, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_tokens(gradient, ctx.group), None
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, gathered: GatheredTokens) -> torch.Tensor:
@@ -213,9 +233,10 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         gathered: GatheredTokens,
+        later: Later,
     ) -> torch.Tensor:
         ctx.save_for_backward(share, weight)
-        ctx.gathered = gathered
+        ctx.gathered, ctx.later = gathered, later
         gathered.expect(of_input=ctx.needs_input_grad[0], of_weight=ctx.needs_input_grad[2])
         return linear(x, weight, bias)
 
@@ -223,10 +244,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         share, weight = ctx.saved_tensors
         gathered: GatheredTokens = ctx.gathered
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[2] and ctx.later is AT_ONCE:
             gathered.start(share)
         rows = gradient.reshape(-1, gradient.shape[-1])
         if ctx.needs_input_grad[0]:
             gathered.add(rows.mm(weight).view(*gradient.shape[:-1], weight.shape[1]))
-        of_weight = weight_gradient(rows, _joined(gathered.take())) if ctx.needs_input_grad[2] else None
-        return None, None, of_weight, rows.sum(0) if ctx.needs_input_grad[3] else None, None
+
+        def of_weight() -> torch.Tensor:
+            gathered.start(share)
+            return weight_gradient(rows, _joined(gathered.take()))
+
+        found = ctx.later.gradient(weight, of_weight) if ctx.needs_input_grad[2] else None
+        return None, None, found, rows.sum(0) if ctx.needs_input_grad[3] else None, None, None

@@ -24,9 +24,10 @@ from toolkit.errors import NoPlanFits
 from toolkit.runtime.models.attention import NAMES, DocumentMask, UnknownAttention, current_mask, request
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
 from toolkit.runtime.models.documents import Documents
-from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.sharding.collectives import TensorGroup
-from toolkit.runtime.sharding.ring import Rectangle, RingGroup, rectangles, ring_attention, use_flash_3, zigzag
+from toolkit.runtime.sharding.ring import RingGroup, ring_attention, use_flash_3
+from toolkit.runtime.sharding.ring_blocks import Block, Reach, blocks, zigzag
 
 _numbers = itertools.count()
 
@@ -51,8 +52,10 @@ class SequenceShare:
     def __init__(self, group: SequenceGroup, ring: RingGroup | None = None, *, in_turn: bool = True) -> None:
         """`in_turn`: a micro-batch is cut right before its forward pass and done before the next one (no pipeline)."""
         self._group, self._ring, self._in_turn = group, ring, in_turn
-        self._rectangles: weakref.WeakKeyDictionary[Documents, dict[int, list[Rectangle]]] = weakref.WeakKeyDictionary()
-        """What this rank computes with the keys of each ring rank, by documents: the same for all layers."""
+        self._blocks: weakref.WeakKeyDictionary[Documents, dict[Reach, dict[int, list[Block]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """What this rank computes with the keys of each ring rank, by documents and what their queries see."""
         self._documents: Documents | None = None
         """Documents of the current micro-batch, over all tokens of its rows."""
         self._choice = CHOICES["by_document"]
@@ -75,19 +78,42 @@ class SequenceShare:
 
     def slice_batch(self, micro: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch; the documents of all tokens are kept for attention."""
+        documents = self.locate(micro)
+        assert micro.input_ids is not None
+        positions = micro.position_ids
+        if positions is None:
+            positions = torch.arange(micro.shape[1], device=micro.input_ids.device).expand(micro.shape)
+        ids, labels, places = (self.own(tensor) for tensor in (micro.input_ids, micro.labels, positions))
+        teacher = {name: self.own(tensor) for name, tensor in micro.tensors().items() if name.startswith("teacher_")}
+        own = MicroBatch(ids, labels, None, places, documents=documents, **teacher)
+        return own if micro.pairs is None or documents is None else self._with_pairs(own, micro, documents)
+
+    def locate(self, micro: MicroBatch) -> Documents | None:
+        """Documents of all tokens of a micro-batch, which are kept for attention; `SequenceRefused` for odd rows."""
         assert micro.input_ids is not None, "images are not split by sequence"
-        batch, length = micro.input_ids.shape
+        length = micro.shape[1]
         parts = self._group.ranks * (2 * self._ring.ranks if self._ring else 1)
         if length % parts:
             raise SequenceRefused(f"{length} tokens are not divisible into {parts} parts")
-        self._documents = documents = micro.located().documents
-        positions = micro.position_ids
-        if positions is None:
-            positions = torch.arange(length, device=micro.input_ids.device).expand(batch, length)
-        ids, labels, places = (self._own(tensor) for tensor in (micro.input_ids, micro.labels, positions))
-        return MicroBatch(ids, labels, None, places, documents=documents)
+        self._documents = micro.located().documents
+        return self._documents
 
-    def _own(self, rows: torch.Tensor) -> torch.Tensor:
+    def _with_pairs(self, own: MicroBatch, micro: MicroBatch, documents: Documents) -> MicroBatch:
+        """This rank's tokens with what the loss of pairs needs; one of the ranks that share them counts the pairs."""
+        assert micro.pairs is not None
+        numbers = self.own(documents.numbers(micro.labels.device)).flatten()
+        spans = torch.arange(len(documents.lengths) + 1, device=numbers.device, dtype=numbers.dtype)
+        first = self._group.index == 0 and (self._ring is None or self._ring.index == 0)
+        counted = (micro.labels != IGNORE).any(1) if first else torch.zeros_like(micro.pairs)
+        return replace(
+            own,
+            pairs=micro.pairs * counted,
+            reference=micro.reference,
+            scores=micro.scores,
+            own_bounds=torch.searchsorted(numbers, spans),
+        )
+
+    def own(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's tokens of rows, in its order."""
         if self._ring is not None:
             chunks = zigzag(rows.shape[1], self._ring.ranks, self._ring.index)
@@ -110,16 +136,17 @@ class SequenceShare:
         if self._ring is None:
             output = attend(self._choice, query, key, value, documents, ask).transpose(1, 2)
         else:
-            work = self._work(documents)
-            output = ring_attention(query, key, value, ask.scale, self._ring, work.__getitem__)
+            work = self._work(documents, Reach(ask.causal, ask.window))
+            output = ring_attention((query, key, value), ask.scale, ask.sinks, self._ring, work.__getitem__)
         return self._to_tokens(output).transpose(1, 2).contiguous(), None
 
-    def _work(self, documents: Documents) -> dict[int, list[Rectangle]]:
+    def _work(self, documents: Documents, reach: Reach) -> dict[int, list[Block]]:
         assert self._ring is not None
         ranks, own = self._ring.ranks, self._ring.index
-        if documents not in self._rectangles:
-            self._rectangles[documents] = {other: rectangles(documents, ranks, own, other) for other in range(ranks)}
-        return self._rectangles[documents]
+        known = self._blocks.setdefault(documents, {})
+        if reach not in known:
+            known[reach] = {other: blocks(documents, ranks, own, other, reach) for other in range(ranks)}
+        return known[reach]
 
     def _request(self, module: torch.nn.Module, mask: Any, settings: dict[str, Any]) -> tuple[Request, Documents]:
         """What a layer asks for, over all tokens; `SequenceRefused` if it can't be split by sequence."""
@@ -136,7 +163,7 @@ class SequenceShare:
             ask = request(mask.causal, mask.window, settings)
         except UnknownAttention as error:
             raise SequenceRefused(f"{kind}: {error}, which can't be split by sequence") from None
-        if self._ring is not None and (reason := _unfit_for_a_ring(ask, mask.documents)):
+        if self._ring is not None and (reason := _unfit_for_a_ring(ask)):
             raise SequenceRefused(f"{kind} has {reason}, which ring attention can't do; use sp")
         if ask.sinks is not None:
             ask = replace(ask, sinks=ask.sinks.chunk(self._group.ranks)[self._group.index])
@@ -165,13 +192,10 @@ class SequenceShare:
         return torch.cat(list(_exchanged(parts, self._group)), 1)
 
 
-def _unfit_for_a_ring(ask: Request, documents: Documents) -> str:
+def _unfit_for_a_ring(ask: Request) -> str:
     """What a layer asks for that ring attention lacks; empty if it can compute it."""
     lacking = {
-        "attention in both directions": not ask.causal,
-        "a window": ask.window is not None and ask.window < documents.longest,
         "a soft cap": ask.softcap is not None,
-        "sinks": ask.sinks is not None,
         "dropout in attention": ask.dropout > 0,
     }
     return ", ".join(name for name, true in lacking.items() if true)

@@ -104,14 +104,14 @@ class OwnWorkers:
     """The processes of a run that this supervisor has started, and the workers that those have started.
 
     Heartbeat files only say which processes to look at: anyone who can write to the run directory can plant one, so a
-    process is signalled only if it descends from one of ours, and only while its start time is the same.
+    process is signalled only if it descends from one of ours, and only while it is the same process.
     """
 
     def __init__(self, run: RunDir) -> None:
         self.processes: list[Process] = []
         self._run = run
-        self._started: dict[int, float] = {}
-        """Start times of workers, by process id."""
+        self._workers: dict[int, psutil.Process] = {}
+        """Workers by process id."""
 
     def pids(self) -> list[int]:
         """Workers that have not ended, by their heartbeats."""
@@ -122,12 +122,13 @@ class OwnWorkers:
         """Whether a process is ours. Asked while it runs, the answer stays right after its launcher has gone."""
         try:
             process = psutil.Process(pid)
-            if pid not in self._started:
+            if pid not in self._workers:
                 ours = {each.pid for each in self.processes if each.poll() is None}
                 if not ours & {pid, *(parent.pid for parent in process.parents())}:
                     return False
-                self._started[pid] = process.create_time()
-            return bool(self._started[pid] == process.create_time())
+                self._workers[pid] = process
+            # psutil compares ticks since boot. `create_time()` moves whenever the host's clock is set.
+            return bool(self._workers[pid] == process)
         except (psutil.Error, ValueError, TypeError, OverflowError):  # gone, or no process id at all
             return False
 
