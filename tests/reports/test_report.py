@@ -150,6 +150,32 @@ def test_islands_are_shown_over_time(tmp_path: Path) -> None:
     )
 
 
+def test_objectives_and_evaluations_are_curves(tmp_path: Path) -> None:
+    figures = {1: {"margin": 0.1}, 3: {"margin": 0.3, "accuracy": 0.75}}
+    path = write_run(tmp_path / "dpo", [record(step, preference=figures.get(step)) for step in range(1, 5)])
+    held_out = [{"step": 2, "loss": 0.7, "accuracy": 0.5}, {"step": 4, "loss": 0.6, "accuracy": 1.0, "tokens": 9}]
+    (path / "eval.jsonl").write_text("".join(json.dumps(one) + "\n" for one in held_out) + '{"step": 5, "lo')
+    found = read_run(path)
+    assert found.figures["preference.margin"].tolist() == pytest.approx([0.1, math.nan, 0.3, math.nan], nan_ok=True)
+    page = render([found])
+    curves = json.loads(page.split('id="data">')[1].split("</script>")[0])["runs"][0]["curves"]
+    assert curves["preference.accuracy"]["y"] == [None, None, 0.75, None]
+    assert curves["eval.loss"] == {"x": [2, 4], "y": [0.7, 0.6]}
+    titles = dom(page, "", tmp_path)
+    assert all(title in titles for title in ("Rewards", "Accuracy"))
+    assert "Ranking and retrieval" not in titles.partition("<script")[0]
+
+
+def test_rare_parts_count_with_their_share_of_each_step(tmp_path: Path) -> None:
+    rare = {**PARTS, "evaluate": 1.0}
+    path = write_run(
+        tmp_path / "rare", [record(step, parts=rare if step % 10 == 0 else PARTS) for step in range(1, 44)]
+    )
+    found = read_run(path).mean_parts()
+    assert found["evaluate"] == pytest.approx(4 / 40)
+    assert found["forward"] == pytest.approx(PARTS["forward"])
+
+
 def test_several_runs_are_compared(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = write_run(tmp_path / "second", [record(step, loss=1.0) for step in range(1, 4)])
     assert main(["report", str(run), str(other)]) == 0

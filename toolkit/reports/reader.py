@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -41,6 +40,9 @@ MOST_DETAILED = 4000
 """Largest number of records whose values by rank are read."""
 MOST_EXCHANGES = 200_000
 """Largest number of records whose exchanges between islands are shown."""
+FIGURES = ("preference", "objective", "router")
+"""Keys of metrics.jsonl with figures of a step: of the objective, and of the routers of experts."""
+MOST_FIGURES = 64
 LARGEST_STEP = 2**53
 LONGEST_LINE_BYTES = 1 << 24
 
@@ -58,8 +60,12 @@ class RecordedRun:
     steps: Column
     scalars: dict[str, Column]
     """NaN where a step has no such value."""
+    figures: dict[str, Column]
+    """Figures of the objective and of routers, such as `preference.margin`; NaN where a step has no such value."""
+    evaluations: dict[str, tuple[Column, Column]]
+    """What evaluations have found, such as `loss`: steps and values."""
     parts: dict[str, Column]
-    """Seconds per step of each part that was ever above zero."""
+    """Seconds per step of each part that was ever above zero; NaN where a step had no such part."""
     ranks: dict[str, dict[str, Column]]
     """Minimum, mean and maximum over ranks, at the steps in `rank_steps`."""
     rank_steps: Column
@@ -80,10 +86,13 @@ class RecordedRun:
         return self.path.resolve().name
 
     def mean_parts(self) -> dict[str, float]:
-        """Return the mean seconds per step by part, without the first steps, which fill caches."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # no value in any step: NaN
-            return {name: float(np.nanmean(values[settled(len(values))])) for name, values in self.parts.items()}
+        """Return the mean seconds per step by part, without the first steps, which fill caches.
+
+        A part that only some steps have, such as an evaluation, counts with its share of each step.
+        """
+        kept = {name: values[settled(len(values))] for name, values in self.parts.items()}
+        timed = sum(~np.isnan(np.stack(list(kept.values()))).all(axis=0)) if kept else 0
+        return {name: float(np.nansum(values) / timed) if timed else math.nan for name, values in kept.items()}
 
 
 def settled(steps: int) -> slice:
@@ -114,6 +123,8 @@ def read_run(path: Path) -> RecordedRun:
         events=[harmless(line) for _, line in _lines(run.events) if line is not None] if run.events.is_file() else [],
         steps=np.array(table.steps, dtype=np.int64),
         scalars={name: np.array(values) for name, values in table.scalars.items()},
+        figures={name: np.array(table.filled(values)) for name, values in table.figures.items()},
+        evaluations=_evaluations(run.evaluations),
         parts={name: values for name, values in parts.items() if np.nansum(values) > 0},
         ranks=_ranks(detailed),
         rank_steps=np.array([line["step"] for line in detailed], dtype=int),
@@ -141,6 +152,8 @@ class _Table:
     steps: array[int] = field(default_factory=lambda: array("q"))
     scalars: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in SCALARS})
     parts: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in PARTS})
+    figures: dict[str, array[float]] = field(default_factory=dict)
+    """Columns that end at the last step with a value."""
     late: dict[int, list[float]] = field(default_factory=dict)
     detailed: list[tuple[_Place, float]] = field(default_factory=list)
     """Lines with values by rank, and the slowest rank's seconds."""
@@ -161,7 +174,21 @@ class _Table:
         parts = parts if isinstance(parts, dict) else {}
         for name, column in self.parts.items():
             column.append(number(parts.get(name)))
+        for group in FIGURES:
+            for name, value in numbers(line.get(group)).items():
+                self._add_figure(text(f"{group}.{name}"), value)
         self._add_details(place, line)
+
+    def _add_figure(self, name: str, value: float) -> None:
+        if name in self.figures or len(self.figures) < MOST_FIGURES:
+            column = self.filled(self.figures.get(name, array("d")))
+            column[-1] = value
+            self.figures[name] = column
+
+    def filled(self, column: array[float]) -> array[float]:
+        """A column as long as there are steps, with NaN at its end."""
+        column.extend([math.nan] * (len(self.steps) - len(column)))
+        return column
 
     def _add_details(self, place: _Place, line: dict[str, Any]) -> None:
         ranks, straggler = line.get("ranks"), line.get("straggler")
@@ -198,6 +225,18 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _evaluations(path: Path) -> dict[str, tuple[Column, Column]]:
+    """Steps and values of everything that evaluations measure; a step that was evaluated again counts once."""
+    found: dict[str, dict[int, float]] = {}
+    for _, line in _lines(path) if path.is_file() else ():
+        values = numbers(line)
+        step = values.pop("step", math.nan)
+        for name, value in values.items() if 0 <= step < LARGEST_STEP else ():
+            if name in found or len(found) < MOST_FIGURES:
+                found.setdefault(text(name), {})[int(step)] = value
+    return {name: (np.array(list(by)), np.array(list(by.values()))) for name, by in found.items()}
 
 
 def _read(path: Path) -> bytes:

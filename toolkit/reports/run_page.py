@@ -51,7 +51,7 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "name": run.name,
         "plan_words": figures.plan_words(run),
         "facts": figures.facts(run),
-        "curves": {name: _curve(run.steps, run.scalars[name]) for name in CURVES if _any(run.scalars[name])},
+        "curves": _curves(run),
         "parts": {
             "x": _plain(means(run.steps.astype(float))),
             "y": {n: _plain(means(v)) for n, v in run.parts.items()},
@@ -76,6 +76,13 @@ def _run(run: RecordedRun) -> dict[str, Any]:
         "recipe": yaml.safe_dump(figures.recipe(run), sort_keys=False, allow_unicode=True),
         "plan": run.plan,
     }
+
+
+def _curves(run: RecordedRun) -> dict[str, dict[str, Any]]:
+    """Everything that is drawn over steps; evaluations as `eval.loss`, figures as `preference.margin`."""
+    shown = {name: values for name, values in run.scalars.items() if name in CURVES} | run.figures
+    found = {name: _curve(run.steps, values) for name, values in shown.items() if _any(values)}
+    return found | {f"eval.{name}": _curve(*columns) for name, columns in run.evaluations.items()}
 
 
 def _curve(steps: np.ndarray, values: np.ndarray) -> dict[str, Any]:

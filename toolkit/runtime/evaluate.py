@@ -84,7 +84,9 @@ class Evaluator:
             sums = self._sums()
             texts = self.sample() if self.sample is not None else []
         loss = sums.loss / max(sums.counted, 1)
-        record: dict[str, Any] = {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        record: dict[str, Any] = {"step": step, "loss": loss}
+        if not self.classes:
+            record["perplexity"] = math.exp(min(loss, 700.0))
         record["accuracy"] = sums.correct / max(sums.counted, 1)
         if self.measures is not None:
             record |= self.measures.finish()
@@ -119,9 +121,9 @@ class Evaluator:
         return whole
 
     def _words(self, record: dict[str, Any], better: bool) -> str:
-        measure = f"perplexity {record['perplexity']:.4g}"
-        if self.classes:
-            measure = f"accuracy {record['accuracy']:.1%}"
+        measure = f"accuracy {record['accuracy']:.1%}"
+        if "perplexity" in record:
+            measure = f"perplexity {record['perplexity']:.4g}"
         if "recall@10" in record:
             measure = f"recall@10 {record['recall@10']:.1%} · MRR {record['mrr']:.3f}"
         if "ndcg" in record:
