@@ -73,6 +73,7 @@ def test_a_loss_that_is_turned_off_is_a_line_of_the_plan() -> None:
     (line,) = balance_lines(balance_of(Router(capacity_factor=4.0), {}), experts_per_visit=4.0)
     assert "nothing is dropped" in line
     assert not list(balance_lines(Balance()))
+    assert not list(balance_lines(Balance(), experts_per_visit=0.0)), "a dense model"
 
 
 @pytest.mark.parametrize(

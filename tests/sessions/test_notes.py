@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from toolkit.cost.estimate import Estimate
+from toolkit.errors import BadInput
 from toolkit.recipe.file import load_recipe
 from toolkit.resources import RECIPES
 from toolkit.sessions.resolve import plan_notes, resolve
@@ -14,8 +15,8 @@ from toolkit.sessions.resolve import plan_notes, resolve
     ("recipe", "words"),
     [
         ("embed_bert-base_data_parallel", ["dropout is off"]),
-        ("kto_qwen3-8b_zero", ["before the first step the reference computes every sample once"]),
-        ("distill_qwen3-0.6b_zero", ["the teacher, complete on each rank, computes every sample once", "minutes"]),
+        ("kto_qwen3-8b_zero", ["the reference, in less than", "GiB per device, computes every"]),
+        ("distill_qwen3-0.6b_zero", ["the teacher, complete on each rank (15.3 GiB of weights),", "minutes"]),
     ],
 )
 def test_objectives_say_what_they_change(recipe: str, words: list[str]) -> None:
@@ -54,3 +55,10 @@ def test_a_first_pass_of_every_step_is_in_the_prediction() -> None:
     """Against the same model on as many tokens."""
     found, plain = (planned(name, *ZERO_3).time.compute for name in ("kto_qwen3-8b_zero", "dpo_qwen3-8b_zero"))
     assert found == pytest.approx(4 / 3 * plain, rel=0.1)
+
+
+def test_a_cached_teacher_that_no_device_can_hold_is_refused() -> None:
+    given = "train.distill.teacher=Qwen/Qwen3-235B-A22B"
+    with pytest.raises(BadInput, match=r"437.9 GiB on each rank .* a device has 80.0 GiB; use a smaller teacher"):
+        planned("distill_qwen3-0.6b_zero", given)
+    planned("distill_qwen3-0.6b_zero", "train.distill.teacher=Qwen/Qwen3-32B")

@@ -23,6 +23,7 @@ from toolkit.recipe.model_section import ONE_RESULT, Model
 from toolkit.recipe.objective_sections import ANSWERS, PROMPT_SHARE, TWICE
 from toolkit.recipe.sections import Recipe, Train
 from toolkit.resources import CONFIGS
+from toolkit.units import GIB
 
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 """Devices that flash-attn 3 has kernels for."""
@@ -60,7 +61,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             shared_prompt=PROMPT_SHARE if shares else 0.0,
             first_passes=int(recipe.train.reference == "live") + int(recipe.train.objective in TWICE),
             live_reference=recipe.train.reference == "live",
-            teacher=_live_teacher(recipe.train),
+            teacher=teacher_of(recipe.train) if recipe.train.has_live_teacher else None,
             balance=balance_of(recipe.train.router, config),
         ),
         fixed=_fixed(recipe),
@@ -70,6 +71,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
         *_problems(job),
         *_schedule_problems(job, recipe.strategy.name),
         *_kernel_problems(recipe.model, job),
+        *_teacher_problems(recipe.train, job),
     ]
     problems += job_problems(job)
     problems += balance_problems(recipe.train.router, config, job.model.experts, recipe.model.precision)
@@ -99,12 +101,23 @@ def raw_config(section: Model) -> Mapping[str, Any]:
     return load_model_config(section.path, models_dir=CONFIGS / "models")
 
 
-def _live_teacher(train: Train) -> ModelSpec | None:
-    """The teacher, if it predicts in every step."""
-    section = train.distill
-    if section is None or not train.has_live_teacher:
-        return None
-    return read_model_config(raw_config(Model(path=section.teacher, config=section.teacher_config)))
+def teacher_of(train: Train) -> ModelSpec:
+    """The teacher of a distillation."""
+    assert train.distill is not None
+    return read_model_config(raw_config(Model(path=train.distill.teacher, config=train.distill.teacher_config)))
+
+
+def _teacher_problems(train: Train, job: Job) -> Iterator[Problem]:
+    """Each rank holds the complete teacher while it predicts before the run."""
+    if train.distill is None or train.has_live_teacher:
+        return
+    needed = teacher_of(train).params * (4 if job.workload.precision == "fp32" else 2)
+    if needed > (limit := job.cluster.device.memory_bytes):
+        yield Problem(
+            "train.distill.teacher",
+            f"its weights take {needed / GIB:.1f} GiB on each rank before the run; a device has {limit / GIB:.1f} GiB; "
+            "use a smaller teacher, or train.distill.predictions: live with ZeRO 3 or tensor parallel, which shard it",
+        )
 
 
 def _sample_tokens(recipe: Recipe, config: Mapping[str, Any]) -> int:

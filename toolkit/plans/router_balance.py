@@ -133,7 +133,7 @@ def balance_lines(balance: Balance, experts_per_visit: float = math.inf) -> Iter
             f"train.router.loss micro_batch (weight {balance.weight:g}) is transformers' own definition: the result "
             "depends on micro_batch; sequence does not"
         )
-    if balance.capacity_factor >= experts_per_visit:
+    if 0 < experts_per_visit <= balance.capacity_factor:
         yield (
             f"train.router.capacity_factor {balance.capacity_factor:g} has room for every token in every expert: "
             "nothing is dropped, and the result is that without a limit"

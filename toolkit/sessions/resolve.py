@@ -15,23 +15,22 @@ from toolkit.cost.execution import of_plan
 from toolkit.cost.timing import forward_time, hardware_flops, model_flops, teacher_pass_time
 from toolkit.errors import BadInput, NoPlanFits, Problem
 from toolkit.launching.launchers import accelerate_config
-from toolkit.models.spec import read_model_config
 from toolkit.planner import search
 from toolkit.planner.explain import caveats
 from toolkit.planner.recipe_rules import keepable
 from toolkit.planner.search import Decision, Option
 from toolkit.plans.deepspeed_config import deepspeed_config
-from toolkit.plans.job import make_job, raw_config
+from toolkit.plans.job import make_job, raw_config, teacher_of
 from toolkit.plans.plan import Job
 from toolkit.plans.router_balance import exchange_line
 from toolkit.plans.split_verdicts import Axes, Proofs, judged
 from toolkit.plans.token_shares import why_whole
-from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import COMPARED
 from toolkit.recipe.schema import nearest
 from toolkit.recipe.sections import Recipe
 from toolkit.run_dir import layout
 from toolkit.run_dir.layout import RunDir
+from toolkit.units import GIB
 from toolkit.verdicts import Verdict
 
 WORTH_SAYING = 1.2
@@ -233,12 +232,14 @@ def _first_pass(resolved: Resolved) -> Iterator[str]:
         assert job.workload.teacher is not None
         yield f"the live teacher keeps {job.workload.teacher.params / 1e9:.3g}B parameters beside the student's"
     elif train.distill is None:
-        yield _before("the reference", forward_time(chosen.plan, job).total, train.steps)
+        used = chosen.estimate.memory
+        where = f"in less than {(used.total - used.grads) / GIB:.1f} GiB per device"
+        yield _before(f"the reference, {where},", forward_time(chosen.plan, job).total, train.steps)
     else:
-        teacher = read_model_config(raw_config(Model(path=train.distill.teacher, config=train.distill.teacher_config)))
-        yield _before(
-            "the teacher, complete on each rank,", teacher_pass_time(chosen.plan, job, teacher).total, train.steps
-        )
+        teacher = teacher_of(train)
+        size = f"{teacher.params * of_plan(chosen.plan, job).element_bytes / GIB:.1f} GiB"
+        who = f"the teacher, complete on each rank ({size} of weights),"
+        yield _before(who, teacher_pass_time(chosen.plan, job, teacher).total, train.steps)
 
 
 def _before(who: str, each: float, steps: int | None) -> str:
