@@ -50,6 +50,15 @@ def test_refused_everywhere_is_exit_3(recipe: str, capsys: pytest.CaptureFixture
     assert "global batch 3 can't be split" in capsys.readouterr().err
 
 
+def test_axes_that_a_model_cannot_have_are_refused_rows(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--nproc", "2", "--steps", "1", "--json", "--strategies", "expert_parallel,data_parallel"]
+    assert main(["parity", recipe, *given]) == 0
+    found = json.loads(capsys.readouterr().out)["strategies"]
+    assert [one["ok"] for one in found.values()].count(True) >= 1
+    assert all("it is dense" in one["refused"] for name, one in found.items() if name.startswith("expert"))
+    assert any(name.startswith("expert") for name in found)
+
+
 def test_unknown_strategy() -> None:
     with pytest.raises(BadInput, match="'zoro' given; use all, or some of: data_parallel"):
         parity.cases("zoro", 2)

@@ -109,7 +109,10 @@ def compare(recipe: Recipe, steps: int, nproc: int, wanted: str, against: Trajec
 
 
 def _compare(name: str, recipe: Recipe, nproc: int, against: Trajectory) -> Outcome:
-    resolved = resolve(recipe, nproc)
+    try:
+        resolved = resolve(recipe, nproc)
+    except BadInput as error:  # axes that this model can't have; the reference has shown that the recipe is right
+        return Outcome(name=name, refused="; ".join(str(problem) for problem in error.problems))
     if resolved.decision.chosen is None:
         return Outcome(name=name, refused=_why_refused(resolved.decision))
     plan, trajectory = resolved.chosen.plan, _run(resolved, nproc)
