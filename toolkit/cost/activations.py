@@ -218,9 +218,8 @@ def products_bytes(e: Execution) -> float:
 def _products(e: Execution, shape: LayerShape) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = shape.ffn + e.expert_slots * shape.experts_per_token * shape.expert_ffn
-    outputs = (
-        2 * e.expert_slots * shape.experts_per_token * shape.hidden if shape.experts else 0
-    )  # of experts, before they are summed
+    kept = shape.experts and not (e.recompute.repeats_experts and e.drops_gradients)
+    outputs = 2 * e.expert_slots * shape.experts_per_token * shape.hidden if kept else 0  # of experts, not summed
     wide = shape.heads * _bias_columns(e)  # queries, keys and values are kept without their columns
     attended = (1 + e.shared_prompt) * (_attended_bytes(shape, q, kv) + 2 * wide)
     sharded = attended + 2 * (2 if shape.gated else 1) * inner
