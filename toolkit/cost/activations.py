@@ -301,8 +301,8 @@ def reduced_bytes(e: Execution) -> float:
 
 
 def _recomputed(e: Execution) -> float:
-    """Bytes of a recomputed layer and its output."""
-    again = 1 - e.recompute.kept
+    """Bytes of what a layer recomputes, and of its output."""
+    again = 1 - kept_share(e)
     output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
     return again * (mean_layer_bytes(e) + output)
 

@@ -18,7 +18,7 @@ COLUMNS = 8
 """Further columns of queries, keys and values: flash kernels take heads whose width is a multiple of 8."""
 
 
-class RegistryBloomAttention(BloomAttention):
+class RegistryBloomAttention(BloomAttention):  # type: ignore[misc]
     """BLOOM's attention, computed by the function that its config names in transformers' registry."""
 
     config: Any
