@@ -39,8 +39,8 @@ SANDWICH_NORMS = ("gemma2", "gemma3", "gemma3_text")
 SINKS = ("gpt_oss",)
 """Model types with attention sinks: keys and values are repeated for every head (rehearsed)."""
 BIAS_COLUMNS = {"bloom": 8}
-"""Model types whose attention bias is further columns of queries, keys and values (`runtime/models/alibi.py`): as many.
-The output without them is one more tensor."""
+"""Model types whose attention bias is further columns of queries, keys and values, and how many (`BIAS_COLUMNS` of
+`runtime/models/attention_kernels.py`). The output without them is one more tensor."""
 EXPERT_TENSORS = {"gpt_oss": 7}
 """Tensors as wide as an expert that are kept: gate and up, clamped gate, its sigmoid, their product, up + 1, and the
 result. Others keep 4 (rehearsed)."""

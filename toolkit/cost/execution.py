@@ -8,8 +8,7 @@ from functools import cached_property, lru_cache
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
-from toolkit.cost.recompute import RECOMPUTE, Recompute, planned
-from toolkit.cost.software import DEEPSPEED_HF, Software
+from toolkit.cost.software import DEEPSPEED_HF, RECOMPUTE, Recompute, Software, planned
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.exchange import Exchange, with_steps

@@ -11,7 +11,7 @@ from toolkit.cost.estimate import Time
 from toolkit.cost.execution import Execution, layer_shape, lora_params, of_plan, routed_expert_params
 from toolkit.cost.operators import LayerCost, Pass, Slice, head_cost, layer_cost, seen_tokens
 from toolkit.cost.optimizer_step import optimizer_seconds
-from toolkit.cost.recompute import RECOMPUTE
+from toolkit.cost.software import RECOMPUTE
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.plan import Job, Plan
 from toolkit.plans.router_balance import exchange_parts

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.parallel import model
-from toolkit.cost.activations import BIAS_COLUMNS
-from toolkit.runtime.models.alibi import COLUMNS, RegistryBloomAttention, with_bias
+from toolkit.cost import activations
 from toolkit.runtime.models.attention import NAMES, forward
+from toolkit.runtime.models.attention_kernels import BIAS_COLUMNS, RegistryBloomAttention, with_bias
 from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.micro_batch import MicroBatch
 
@@ -26,14 +26,14 @@ def test_columns_add_the_bias_to_every_score(dtype: torch.dtype) -> None:
     query, key, value = torch.randn(3, 2, 4, 9, 16).to(dtype)
     bias = (torch.rand(2, 4, 9) * 1000).to(dtype)
     wide = with_bias(query, key, value, bias, 0.3)
-    assert [tensor.shape[-1] for tensor in wide] == [16 + COLUMNS] * 3
+    assert [tensor.shape[-1] for tensor in wide] == [16 + BIAS_COLUMNS] * 3
     assert torch.equal(wide[2][..., :16], value)
     added = scores(wide[0], wide[1], 0.3) - scores(query, key, 0.3)
     assert (added - bias.float()[:, :, None]).abs().max() < 0.02, "a column in bf16 alone would be off by up to 2"
 
 
 def test_the_planner_knows_the_columns() -> None:
-    assert BIAS_COLUMNS["bloom"] == COLUMNS
+    assert activations.BIAS_COLUMNS["bloom"] == BIAS_COLUMNS
 
 
 def test_every_layer_uses_the_registry() -> None:

@@ -31,8 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
-from toolkit.runtime.models import alibi
-from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
+from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask, install_biased
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.embedder import Embedder, noisy
 from toolkit.runtime.models.micro_batch import MicroBatch
@@ -45,7 +44,7 @@ LARGEST = 20_000_000
 """Parameters of a tiny model above which its config has not become tiny."""
 NAMES = {kernel: f"documents_{number}" for number, kernel in enumerate(CHOICES)}
 """Kernel → name in transformers' registry; no name of a kernel, by which some models choose code of their own."""
-OWN_WAYS: dict[str, Callable[[PreTrainedModel, str], None]] = {"bloom": alibi.install}
+OWN_WAYS: dict[str, Callable[[PreTrainedModel, str], None]] = {"bloom": install_biased}
 """How types with code of their own for attention are made to use a function of transformers' registry."""
 EXPECTED_SETTINGS = (
     *("position_ids", "is_causal", "sliding_window", "scaling", "dropout", "softcap", "s_aux"),
