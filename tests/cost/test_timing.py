@@ -124,8 +124,8 @@ def test_quantised_traffic_is_five_twelfths() -> None:
 
 def test_published_runs_are_predicted_within_a_tenth() -> None:
     """GPT-3 175B, 384 A100, tp 8, pp 12: 153 TFLOP/s, 76.8 s (SC21, table 2): not among the rows that were fitted."""
-    from toolkit.cost.execution import RECOMPUTE, Execution
-    from toolkit.cost.software import software_of
+    from toolkit.cost.execution import Execution
+    from toolkit.cost.software import RECOMPUTE, software_of
     from toolkit.cost.timing import seconds
 
     run = Execution(

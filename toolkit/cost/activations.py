@@ -38,6 +38,9 @@ SANDWICH_NORMS = ("gemma2", "gemma3", "gemma3_text")
 """Model types with a further norm after attention and after the MLP."""
 SINKS = ("gpt_oss",)
 """Model types with attention sinks: keys and values are repeated for every head (rehearsed)."""
+BIAS_COLUMNS = {"bloom": 8}
+"""Model types whose attention bias is further columns of queries, keys and values, and how many (`BIAS_COLUMNS` of
+`runtime/models/attention_kernels.py`). The output without them is one more tensor."""
 EXPERT_TENSORS = {"gpt_oss": 7}
 """Tensors as wide as an expert that are kept: gate and up, clamped gate, its sigmoid, their product, up + 1, and the
 result. Others keep 4 (rehearsed)."""
@@ -128,7 +131,9 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
         kv = q
     # The output of attention again after the exchange, and again without the second copy of what documents share.
     copies = int(e.sp > 1) + int(e.shared_prompt > 0)
-    attention = (1 + e.shared_prompt) * _attended_bytes(shape, q, kv) + 2 * copies * q
+    copies += int(_bias_columns(e) > 0)
+    wide = shape.heads * _bias_columns(e)
+    attention = (1 + e.shared_prompt) * _attended_bytes(shape, q + wide, kv + wide) + 2 * copies * q
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
     frozen = int(_frozen_mlp(e))  # inputs of matrices without gradients are not kept
@@ -143,6 +148,11 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
 def _attended_bytes(shape: LayerShape, q: int, kv: int) -> float:
     """Bytes per token of queries, keys, values, the output of attention and its statistics, in 16 bits."""
     return 2 * (2 * q + 2 * kv) + FLASH_STATS_BYTES * shape.heads
+
+
+def _bias_columns(e: Execution) -> int:
+    """Further columns per head of queries, keys, values and the output of attention."""
+    return BIAS_COLUMNS.get(e.model.model_type, 0) if e.drops_gradients else 0
 
 
 def _expert_tensors(e: Execution) -> int:
@@ -208,10 +218,10 @@ def products_bytes(e: Execution) -> float:
 def _products(e: Execution, shape: LayerShape) -> float:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = shape.ffn + e.expert_slots * shape.experts_per_token * shape.expert_ffn
-    outputs = (
-        2 * e.expert_slots * shape.experts_per_token * shape.hidden if shape.experts else 0
-    )  # of experts, before they are summed
-    attended = (1 + e.shared_prompt) * _attended_bytes(shape, q, kv)
+    kept = shape.experts and not (e.recompute.repeats_experts and e.drops_gradients)
+    outputs = 2 * e.expert_slots * shape.experts_per_token * shape.hidden if kept else 0  # of experts, not summed
+    wide = shape.heads * _bias_columns(e)  # queries, keys and values are kept without their columns
+    attended = (1 + e.shared_prompt) * (_attended_bytes(shape, q, kv) + 2 * wide)
     sharded = attended + 2 * (2 if shape.gated else 1) * inner
     tensors = 2 if e.zero_stage == 3 and e.drops_gradients else 1  # DeepSpeed's own linear layer needs the last one
     if e.residual_shards and e.drops_gradients:
@@ -291,8 +301,8 @@ def reduced_bytes(e: Execution) -> float:
 
 
 def _recomputed(e: Execution) -> float:
-    """Bytes of a recomputed layer and its output."""
-    again = 1 - e.recompute.kept
+    """Bytes of what a layer recomputes, and of its output."""
+    again = 1 - kept_share(e)
     output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
     return again * (mean_layer_bytes(e) + output)
 

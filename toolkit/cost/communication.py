@@ -251,7 +251,7 @@ def traffic_bytes(e: Execution) -> dict[str, float]:
     if e.residual_shards:  # gathers and reduce-scatters; a repetition ends before the last of them
         reduced = 10 + 3 * math.ceil(again)
     return {
-        "ep": visits * 2 * hidden * (2 + again) if e.ep > 1 else 0.0,
+        "ep": visits * 2 * hidden * (2 + e.recompute.exchanged) if e.ep > 1 else 0.0,
         "tp": passes * reduced * hidden if e.tp > 1 else 0.0,
         "sp": passes * e.element_bytes * e.slice.tokens * heads * (2 + again) if e.sp > 1 else 0.0,
         "cp": _ring_bytes(e) * passes if e.cp > 1 else 0.0,

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.cost.operators import LayerShape, Slice
-from toolkit.cost.software import DEEPSPEED_HF, Software
+from toolkit.cost.software import DEEPSPEED_HF, RECOMPUTE, Recompute, Software, planned
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.exchange import Exchange, with_steps
@@ -16,36 +16,6 @@ from toolkit.plans.optimizer_rules import COMPRESSING
 from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """What the backward pass recomputes, as shares of a layer's forward pass."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    stream: float = 0.0
-    traffic: float = 0.0
-    """Share of tensor-parallel collectives that is repeated."""
-    mlp_up: float = 0.0
-    """Share of the first matmul of the MLP alone."""
-    kept: float = 1.0
-    """Share of a layer's activations that is kept for the backward pass, in addition to its input."""
-    keeps_products: bool = False
-    """Whether the outputs of matrix products and attention are kept, instead of a share of everything."""
-    inputs_on_host: bool = False
-    """Whether layer inputs are kept in host memory instead of on the device."""
-
-
-RECOMPUTE = {
-    "none": Recompute(),
-    "full": Recompute(1, 1, 1, 1, kept=0.0),
-    "selective": Recompute(stream=1, keeps_products=True),
-    "offload": Recompute(1, 1, 1, 1, kept=0.0, inputs_on_host=True),
-}
-"""Values of a plan's `recompute`."""
-CORE_ATTENTION = Recompute(attention=1, kept=1.0)
-"""Megatron's selective recompute: the scores of attention only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +310,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         grad_wire=_grad_wire(plan, work.reduce, work.optimizer),
         bucket_elements=work.reduce.bucket_elements, hierarchical=work.reduce.algorithm == "hierarchical",
         residual_shards=plan.sequence_sharded,
-        recompute=_recompute(plan, job.model), scores_dropped=plan.recompute == "selective",
+        recompute=planned(plan, job.model), scores_dropped=plan.recompute == "selective",
         element_bytes=4 if plan.precision == "fp32" else 2,
         emulated=plan.precision == "bf16" and not job.cluster.device.flash_attention,
         reduces_every_micro_batch=plan.zero_stage >= 2,
@@ -359,23 +329,6 @@ def of_plan(plan: Plan, job: Job) -> Execution:
 
 def _stage_layers(plan: Plan) -> tuple[int, ...]:
     return layers_by_rank(plan.pipeline_bounds, plan.schedule, plan.pp) if plan.pipeline_bounds else ()
-
-
-def _recompute(plan: Plan, model: ModelSpec) -> Recompute:
-    """What a plan's backward pass recomputes.
-
-    With shares of tokens, selective layers gather their inputs again, and repeat the product after attention: of its
-    reduce-scatter only a share would be kept.
-    """
-    found = RECOMPUTE[plan.recompute]
-    if not plan.sequence_sharded or not found.keeps_products:
-        return found
-    projection = model.heads * model.head_dim * model.hidden / max(model.layer_active_params)
-    return replace(found, traffic=REPEATED_TRAFFIC, matmul=min(1.0, projection))
-
-
-REPEATED_TRAFFIC = 0.75
-"""Two gathers and one reduce-scatter, of two each in a forward pass (rehearsed)."""
 
 
 def _grad_wire(plan: Plan, section: Reduce, optimizer: str) -> float:

@@ -8,9 +8,9 @@ from typing import Any
 
 from toolkit.clusters.cluster import Cluster
 from toolkit.clusters.devices import Device, find_device
-from toolkit.cost.execution import CORE_ATTENTION, RECOMPUTE, Execution, Recompute
+from toolkit.cost.execution import Execution
 from toolkit.cost.published_rows import MISSING, NO, YES, NotScorable, PublishedRow
-from toolkit.cost.software import Software, software_of
+from toolkit.cost.software import CORE_ATTENTION, RECOMPUTE, Recompute, Software, software_of
 from toolkit.models.spec import ModelSpec
 from toolkit.units import GB, GBIT, GIB, TERA
 

@@ -8,9 +8,10 @@ from toolkit.cost import communication
 from toolkit.cost.activations import layer_input_bytes
 from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Time
-from toolkit.cost.execution import RECOMPUTE, Execution, layer_shape, lora_params, of_plan, routed_expert_params
+from toolkit.cost.execution import Execution, layer_shape, lora_params, of_plan, routed_expert_params
 from toolkit.cost.operators import LayerCost, Pass, Slice, head_cost, layer_cost, seen_tokens
 from toolkit.cost.optimizer_step import optimizer_seconds
+from toolkit.cost.software import RECOMPUTE
 from toolkit.models.spec import ModelSpec
 from toolkit.plans.plan import Job, Plan
 from toolkit.plans.router_balance import exchange_parts
@@ -222,7 +223,7 @@ def expert_seconds(e: Execution, cost: LayerCost, cal: Calibration) -> float:
     parts = exchange_parts(e.model.experts // e.ep) if e.drops_gradients and where.nodes > 1 else 1
     if parts > 1:
         return _in_turns(e, 2 * one, parts, cost, cal)
-    return 2 * (2 + e.recompute.traffic) * one * (cal.tp_exposed if e.software.ep_overlap else 1.0)
+    return 2 * (2 + e.recompute.exchanged) * one * (cal.tp_exposed if e.software.ep_overlap else 1.0)
 
 
 def _in_turns(e: Execution, both_ways: float, parts: int, cost: LayerCost, cal: Calibration) -> float:
@@ -236,7 +237,7 @@ def _in_turns(e: Execution, both_ways: float, parts: int, cost: LayerCost, cal: 
         alone = both_ways / parts
         return alone + communication.exposed(share * matmul, both_ways - alone, cal, where)
 
-    again = e.recompute.traffic
+    again = e.recompute.exchanged
     total = (1 + again) * one_pass(cost.forward.matmul) + one_pass(cost.backward.matmul)
     if e.lora_rank:
         return total

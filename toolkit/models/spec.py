@@ -23,7 +23,7 @@ __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
 OWN_ATTENTION = frozenset(
     {
-        "bloom", "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
+        "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
         "rembert", "roformer", "xglm", "xlm",
     }
 )  # fmt: skip

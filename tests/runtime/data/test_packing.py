@@ -106,7 +106,7 @@ def test_packed_documents_give_the_logits_of_each_alone(kind: str, attention: st
             torch.testing.assert_close(logits[row, column : column + len(ids)], alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+@pytest.mark.parametrize("kind", ["mpt", "mamba"])
 def test_models_that_would_mix_documents_are_refused(kind: str) -> None:
     with pytest.raises(BadInput, match=f"{kind} mixes them .*use packing: false, or, with data.format text, packing_m"):
         check_isolated(Model(config=tiny_of_type(kind), init="scratch", precision="fp32"))
@@ -122,13 +122,13 @@ def test_a_twin_that_does_not_run_says_nothing_of_the_model(monkeypatch: pytest.
 
 
 def test_by_itself_text_of_such_models_becomes_a_stream_and_it_is_said() -> None:
-    bloom = Model(config=tiny_of_type("bloom"), init="scratch", precision="fp32")
-    section, notes = packing_of(Data(), bloom)
+    mpt = Model(config=tiny_of_type("mpt"), init="scratch", precision="fp32")
+    section, notes = packing_of(Data(), mpt)
     assert section.packing_method == "stream"
-    assert "packed as one stream: best_fit keeps documents apart, and bloom mixes them" in notes[0]
+    assert "packed as one stream: best_fit keeps documents apart, and mpt mixes them" in notes[0]
     for strict in (Data(packing_method="best_fit"), Data(format="chat")):
         with pytest.raises(BadInput):
-            packing_of(strict, bloom)
+            packing_of(strict, mpt)
     llama = Model(config=tiny_of_type("llama"), init="scratch", precision="fp32")
     assert packing_of(Data(), llama) == (Data(packing_method="best_fit"), ())
 

@@ -70,7 +70,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_its_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("llama", ""), ("bloom", "bloom"), ("mixtral", "routers of experts are balanced")]
+    ("kind", "why"), [("llama", ""), ("mpt", "mpt"), ("mixtral", "routers of experts are balanced")]
 )
 def test_prompts_are_repeated_where_sharing_is_not_proven(kind: str, why: str) -> None:
     reason = why_not_shared(model(kind))

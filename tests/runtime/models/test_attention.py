@@ -237,9 +237,9 @@ def test_flash_attention_in_fp32_is_refused(recorder: Recorder) -> None:
 
 def test_a_type_with_attention_of_its_own_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     attention._say_once.cache_clear()
-    net = build_model(model("bloom"), seed=0)
+    net = build_model(model("mpt"), seed=0)
     assert net.config._attn_implementation not in NAMES.values()
-    assert "bloom keeps transformers' attention: it does not use" in capsys.readouterr().out
+    assert "mpt keeps transformers' attention: it does not use" in capsys.readouterr().out
 
 
 TOKENS = 148
@@ -273,6 +273,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt2": SIZES | {"n_positions": 256},
     "qwen3_moe": SIZES,
     "deepseek_v3": SIZES | {"num_key_value_heads": 4},
+    "bloom": {},
 }
 
 
@@ -354,7 +355,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_transformers_attention(kind
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["bloom", "gptj", "xglm", "llama", "gpt2", "opt"])
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "gptj", "xglm", "llama", "gpt2", "opt"])
 def test_the_planner_knows_which_types_compute_all_scores_themselves(kind: str) -> None:
     own = "registry" in why_not(AutoConfig.for_model(kind), None)
     assert own == (kind in OWN_ATTENTION)

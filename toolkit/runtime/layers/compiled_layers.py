@@ -21,7 +21,6 @@ from toolkit.recipe.model_section import Model
 from toolkit.runtime.models import attention
 from toolkit.runtime.models.attention import (
     LARGEST,
-    NAMES,
     TOLERANCE,
     forward,
     largest_difference,
@@ -126,7 +125,7 @@ def _packed(*rows: tuple[int, ...]) -> MicroBatch:
 def _tiny(config: Any) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.set_attn_implementation(NAMES["by_document"])
+    attention.use(model, "by_document")
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,8 @@ from toolkit.runtime.sharding.vocab_parallel_loss import VocabularyLoss, head_na
 
 Style = Callable[[Any, styles.Sharder], None]
 
+BIAS = "alibi"
+"""Argument of attention modules: a bias of scores by head (BLOOM)."""
 STYLES: dict[str, Style] = {
     "colwise": styles.columns,
     "packed_colwise": lambda module, sharder: styles.columns(module, sharder, packs=2),
@@ -98,7 +101,7 @@ def shard(
             _apply(model, module, style, f"{name}." if name else "", chosen, sharder)
     for name in attention:
         if any(other.startswith(f"{name}.") for other in chosen):  # modules of another stage keep all heads
-            _divide_heads(modules[name], group.ranks)
+            _divide_heads(modules[name], group)
     if shares_tokens and (wrapped := share_tokens(model, chosen, group, owned)):
         kinds = sorted({name.rpartition(".")[2] for name in wrapped})
         report(f"{', '.join(kinds)} keep all tokens, not shares: they are more than pairs of matrices")
@@ -249,8 +252,23 @@ def _outputs(linear: Any) -> int:
     return styles.whole_shape(linear.weight)[styles.output_dim(linear)]
 
 
-def _divide_heads(module: torch.nn.Module, ranks: int) -> None:
+def _divide_heads(module: torch.nn.Module, group: TensorGroup) -> None:
     for key in DIVIDED:
         value = getattr(module, key, None)
         if isinstance(value, int) and not isinstance(value, bool):
-            setattr(module, key, value // ranks)
+            setattr(module, key, value // group.ranks)
+    if BIAS in inspect.signature(module.forward).parameters:
+        styles.wrap(module, _with_own_biases(group))
+
+
+def _with_own_biases(group: TensorGroup) -> Callable[[styles.Forward], styles.Forward]:
+    """Hand an attention the biases of this rank's heads: the model makes (rows × heads, 1, keys) for all heads."""
+
+    def forward(inner: styles.Forward) -> styles.Forward:
+        def run(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            biases = kwargs[BIAS].unflatten(0, (hidden_states.shape[0], -1)).chunk(group.ranks, 1)[group.index]
+            return inner(hidden_states, *args, **{**kwargs, BIAS: biases.flatten(0, 1)})
+
+        return run
+
+    return forward

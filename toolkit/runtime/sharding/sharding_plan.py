@@ -157,6 +157,8 @@ QUERY_KEY_VALUE = (
     ("c_attn",),  # three in one matrix
     ("Wqkv",),
 )
+INTERLEAVED = {"bloom": ("query_key_value",)}
+"""Types whose queries, keys and values are one matrix, head by head: it is cut in one piece."""
 ATTENTION_OUTPUT = ("o_proj", "out_proj", "dense", "Wo", "out_lin", "attention_out", "c_proj", "../output.dense")
 MLP = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -186,7 +188,7 @@ def out_features(module: Any) -> int:
     return int(module.weight.shape[1 if isinstance(module, Conv1D) else 0])
 
 
-def find_pairs(model: torch.nn.Module, ranks: int) -> tuple[dict[str, str], list[str]]:
+def find_pairs(model: PreTrainedModel, ranks: int) -> tuple[dict[str, str], list[str]]:
     """(styles of attention and MLP blocks that are divisible, the attention modules among them)."""
     blocks = _Blocks(model, ranks)
     for name, module in model.named_modules():
@@ -203,22 +205,24 @@ Found = tuple[str, torch.nn.Module]
 class _Blocks:
     """Column and row pairs found so far."""
 
-    def __init__(self, model: torch.nn.Module, ranks: int) -> None:
+    def __init__(self, model: PreTrainedModel, ranks: int) -> None:
         self._modules = dict(model.named_modules())
+        self._interleaved = INTERLEAVED.get(model.config.model_type, ())
         self._ranks = ranks
         self.styles: dict[str, str] = {}
         self.heads: list[str] = []
 
     def attention(self, base: str, block: torch.nn.Module) -> None:
         """Queries, keys and values by columns of complete heads, the output by rows."""
-        for names in QUERY_KEY_VALUE:
+        for names in (*QUERY_KEY_VALUE, self._interleaved):
             inputs = self._all(base, names)
             output = next((found for name in ATTENTION_OUTPUT if (found := self._linear(base, name))), None)
             if inputs and output and self._heads_divide(block, inputs, output):
                 norms = self._other_parameters(block, [*inputs, output], _head_width(block, in_features(output[1])))
                 if norms is None:
                     continue
-                style = "colwise" if len(inputs) == 3 else "packed3_colwise"
+                in_one_piece = len(inputs) == 3 or names == self._interleaved
+                style = "colwise" if in_one_piece else "packed3_colwise"
                 self.styles |= {name: style for name, _ in inputs} | {output[0]: "rowwise"}
                 self.styles |= {f"{base}.{name}": "replicated_with_grad_allreduce" for name in norms}
                 self.heads.append(base)
