@@ -183,13 +183,13 @@ SMALL_EXPERTS = {
     "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True, "router_aux_loss_coef": 0.02,
     "output_router_logits": True,
 }  # fmt: skip
-"""Experts of a layer have fewer numbers than the visits of a micro-batch: ZeRO 3 sends less than an exchange of visits.
+"""Experts of a layer have 1.5 numbers for each one that a rank sends to experts: ZeRO 3 sends hardly more.
 Of 8 experts the busiest also has most of the visits (3.6 times the mean) in so short a run."""
 SPEED = {**SMALL_EXPERTS, "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 32}
-"""Six numbers in the experts of a layer for each one that is exchanged; Mixtral 8x7B has 42 with rows of 4,096 tokens.
+"""Twelve numbers in the experts of a layer for each one that a rank sends; Mixtral 8x7B has 42 with 4,096 tokens.
 Routers are balanced with Mixtral's own weight by all contestants."""
 MIXTRAL = {**SMALL_EXPERTS, "hidden_size": 256, "intermediate_size": 896}
-"""Mixtral's own proportions: 8 experts, 3.5 times as wide inside. Five numbers in experts for each exchanged one."""
+"""Mixtral's own proportions: 8 experts, 3.5 times as wide inside. Five numbers in experts for each one sent."""
 SIZES = {"large": SPEED, "mixtral": MIXTRAL, "small": SMALL_EXPERTS}
 OURS = {
     "ep 2": ("strategy={name: expert_parallel, ep: 2, zero_stage: 1, pp: 1, recompute: none}",),
