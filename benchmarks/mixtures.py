@@ -4,6 +4,8 @@ python -m benchmarks.mixtures balance [--seeds 0,1,2]  # load of the busiest exp
 python -m benchmarks.mixtures layouts [--steps 20]     # router losses and biases under ten layouts
 python -m benchmarks.mixtures speed [--rounds 3] [--experts small] [NAME ...]
     # ep 2 against ZeRO 3 and transformers' Trainer with ZeRO 3; NAME: only these
+python -m benchmarks.mixtures turns [--pairs 12] [--experts mixtral] [--even]
+    # a step of ep 2 and one of ZeRO 3 in turn in the same processes; --even: every expert gets as many visits
 python -m benchmarks.mixtures types [FILE] [WORD ...]  # verdicts of every mixture type; those in FILE are not run again
 """
 
@@ -15,6 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,10 +26,12 @@ from typing import Any
 import torch
 
 from benchmarks import throughput
+from benchmarks.paired import ratio
 from toolkit.launching import launchers
 from toolkit.plans.deepspeed_config import deepspeed_config
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
+from toolkit.recipe.model_section import Model
 from toolkit.recipe.objective_sections import Router
 from toolkit.recipe.schedules import make_schedule
 from toolkit.recipe.sections import Train
@@ -34,6 +39,8 @@ from toolkit.run_dir.router_load import advice, max_over_mean
 from toolkit.run_dir.trajectory import largest_difference
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
+from toolkit.runtime.mixtures.routers import find_routers
+from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.tiny_models import tiny_of_type
 from toolkit.runtime.proofs.coverage import EXPERT_CASES, LARGEST, causal_types, share, tiny_model
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure, run_warm
@@ -176,12 +183,14 @@ SMALL_EXPERTS = {
     "num_local_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": True, "router_aux_loss_coef": 0.02,
     "output_router_logits": True,
 }  # fmt: skip
-"""Experts of a layer have fewer numbers than the visits of a micro-batch: ZeRO 3 sends less than an exchange of visits.
+"""Experts of a layer have 1.5 numbers for each one that a rank sends to experts: ZeRO 3 sends hardly more.
 Of 8 experts the busiest also has most of the visits (3.6 times the mean) in so short a run."""
 SPEED = {**SMALL_EXPERTS, "hidden_size": 256, "intermediate_size": 512, "num_local_experts": 32}
-"""Six numbers in the experts of a layer for each one that is exchanged; Mixtral 8x7B has 42 with rows of 4,096 tokens.
+"""Twelve numbers in the experts of a layer for each one that a rank sends; Mixtral 8x7B has 42 with 4,096 tokens.
 Routers are balanced with Mixtral's own weight by all contestants."""
-SIZES = {"large": SPEED, "small": SMALL_EXPERTS}
+MIXTRAL = {**SMALL_EXPERTS, "hidden_size": 256, "intermediate_size": 896}
+"""Mixtral's own proportions: 8 experts, 3.5 times as wide inside. Five numbers in experts for each one sent."""
+SIZES = {"large": SPEED, "mixtral": MIXTRAL, "small": SMALL_EXPERTS}
 OURS = {
     "ep 2": ("strategy={name: expert_parallel, ep: 2, zero_stage: 1, pp: 1, recompute: none}",),
     "ZeRO 3": (),
@@ -218,6 +227,74 @@ def speed(rounds: int, steps: int, names: list[str], model: Mapping[str, Any]) -
         missed += middle < bar
         print(f"ep 2 / {other}: {middle:.2f} (bar {bar}; by round: {', '.join(f'{one:.2f}' for one in ratios)})")
     return int(missed > 0)
+
+
+ROWS, TOKENS = 8, 256
+"""Of a rank's micro-batch, as in `speed`."""
+TURNS = {
+    "ep 2": replace(EP, micro_batch=ROWS),
+    "ZeRO 3": replace(EP, strategy="zero", ep=1, zero_stage=3, micro_batch=ROWS),
+}
+TURNS_SECONDS = 3600.0
+Seconds = tuple[float, float]
+"""Of a step: by the clock, and processor time of a rank."""
+
+
+def turns(size: str, pairs: int, *, even: bool) -> int:
+    """Ratios of the seconds of single steps, by the clock and by processor time of both ranks; 1 if the bar is missed.
+
+    Turns make them steady on a busy machine. ZeRO 3 replaces torch's linear layers in the process, ep's too."""
+    found = call_on_ranks(_turns_as_rank, SIZES[size], pairs, even, nproc=2, timeout_seconds=TURNS_SECONDS)
+    if failure := first_failure(found):
+        raise SystemExit(f"{failure.reason}\n{failure.details}")
+    steps = list(zip(*found, strict=True))
+    clock = ratio([(zero[0], ep[0]) for (ep, zero), _ in steps])
+    work = ratio([(one[1][1] + two[1][1], one[0][1] + two[0][1]) for one, two in steps])
+    loads = "even" if even else "as routed"
+    print(f"{size} experts, loads {loads}: speed of ep 2 over ZeRO 3 by the clock {clock}; by processor time {work}")
+    return int(clock.median < 1.0)
+
+
+def _turns_as_rank(model: Mapping[str, Any], pairs: int, even: bool) -> list[tuple[Seconds, Seconds]]:
+    """Seconds of steps of ep 2 and ZeRO 3, in pairs; who begins alternates."""
+    engines = {name: _engine(model, plan, even) for name, plan in TURNS.items()}
+    generator = torch.Generator().manual_seed(current_world().rank)
+
+    def timed(name: str) -> Seconds:
+        ids = torch.randint(3, model["vocab_size"] - 1, (ROWS, TOKENS + 1), generator=generator)
+        batch = [MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())]
+        torch.distributed.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        float(engines[name].step(batch).loss)
+        return time.perf_counter() - began, time.process_time() - used
+
+    found = []
+    for number in range(-throughput.WARM_UP, pairs):
+        order = tuple(TURNS) if number % 2 else tuple(reversed(TURNS))
+        both = {name: timed(name) for name in order}
+        if number >= 0:
+            found.append((both["ep 2"], both["ZeRO 3"]))
+    return found
+
+
+def _engine(model: Mapping[str, Any], plan: Plan, even: bool) -> Any:
+    """An engine for `turns`; `even`: visits go to all experts in turn, whatever routers choose."""
+    train = Train(global_batch=2 * ROWS, steps=1000, lr=3e-4, schedule="constant", warmup=0.0)
+    spec = EngineSpec(
+        model=Model(config=dict(model), init="scratch", precision="fp32"), train=train, plan=plan,
+        deepspeed=deepspeed_config(plan, train, params=LARGEST, backend="cpu"), schedule=make_schedule(train, 1000),
+    )  # fmt: skip
+    engine = build_engine(spec, current_world())
+    module: torch.nn.Module = engine.module  # type: ignore[attr-defined]
+    for router in find_routers(module) if even else ():
+        router.module.register_forward_hook(_evenly)
+    return engine
+
+
+def _evenly(_module: Any, _arguments: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Mixtral's logits and weights, with other experts."""
+    logits, weights, experts = output
+    return logits, weights, (torch.arange(experts.numel()) % logits.shape[-1]).view_as(experts)
 
 
 def types(file: Path, words: list[str], *, adapters: bool) -> int:
@@ -268,14 +345,18 @@ def table(rows: list[Mapping[str, Any]]) -> int:
 
 
 def main() -> int:
-    """Run one of the four."""
+    """Run one of the five."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("balance", "layouts", "speed", "types"))
+    parser.add_argument("what", choices=("balance", "layouts", "speed", "turns", "types"))
     parser.add_argument("words", nargs="*")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", default="0,1,2", help="balance: seeds of the weights and of the order of samples")
-    parser.add_argument("--experts", choices=SIZES, default="large", help="speed: size of the experts of a layer")
+    parser.add_argument(
+        "--experts", choices=SIZES, default="large", help="speed, turns: size of the experts of a layer"
+    )
+    parser.add_argument("--pairs", type=int, default=12, help="turns: steps of each that count")
+    parser.add_argument("--even", action="store_true", help="turns: every expert gets as many visits")
     parser.add_argument("--adapters", action="store_true", help="types: with LoRA on experts, too")
     args = parser.parse_intermixed_args()
     if args.what == "balance":
@@ -284,6 +365,8 @@ def main() -> int:
         return layouts(args.steps or 20, args.words)
     if args.what == "speed":
         return speed(args.rounds, args.steps or 20, args.words, SIZES[args.experts])
+    if args.what == "turns":
+        return turns(args.experts, args.pairs, even=args.even)
     file = Path(args.words[0] if args.words else "mixture_types.jsonl")
     return types(file, args.words[1:], adapters=args.adapters)
 

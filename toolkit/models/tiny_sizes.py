@@ -42,10 +42,23 @@ _SIZES = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
     "mamba_d_state": 8,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"head_dim": _SIZES["qk_rope_head_dim"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}  # fmt: skip
+"""Sizes that the code of a type (transformers 5.22.2) insists on: keys that its default config leaves empty (kinds of
+layers are repeated for all layers), the rotated part of a head under a second name, the only number of visits."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from transformers.utils.output_capturing import OutputRecorder
 BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of biases that choose experts without weighing them."""
 
+NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts", "num_router_classes")
+"""Names that routers give to the number of experts; the largest counts."""
+
 
 @dataclass(frozen=True)
 class Router:
@@ -61,10 +64,12 @@ class RouterTable:
 
 
 def _num_experts(router: Router) -> int:
-    """Number of experts that a router chooses from: its module says so, or its weight has a row for each."""
-    given = [getattr(router.module, key, None) for key in ("num_experts", "n_routed_experts", "num_local_experts")]
+    """Number of experts that a router chooses from: its module says so, or its weight has a row for each.
+
+    LongCat and ZAYA (transformers 5.22.2) also choose from experts that compute nothing, a number of its own."""
+    given = [getattr(router.module, key, None) for key in NUMBERS]
     rows = [parameter.shape[0] for parameter in router.module.parameters() if parameter.dim() == 2]
-    return next((number for number in given if isinstance(number, int)), max(rows, default=0))
+    return max((number for number in given if isinstance(number, int)), default=max(rows, default=0))
 
 
 def find_routers(model: torch.nn.Module) -> list[Router]:

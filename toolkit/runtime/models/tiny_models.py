@@ -9,7 +9,17 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from toolkit.models.tiny_sizes import IMAGES, LAYERS, POSITIONS, VOCABULARY, WINDOW, Sizes, drawn_sizes, tiny_sizes
+from toolkit.models.tiny_sizes import (
+    IMAGES,
+    LAYERS,
+    OF_TYPE,
+    POSITIONS,
+    VOCABULARY,
+    WINDOW,
+    Sizes,
+    drawn_sizes,
+    tiny_sizes,
+)
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
 __all__ = ["LAYERS", "POSITIONS", "VOCABULARY", "Sizes", "drawn_sizes", "tiny_config", "tiny_of_type", "trial_config"]
@@ -23,7 +33,8 @@ def tiny_config(base: PretrainedConfig, sizes: Sizes = USUAL, dropout: float = 0
     small = tiny_sizes(sizes) | ({} if _has(base, "vocab_size") else IMAGES)
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
     values = {key: value for key, value in small.items() if _has(base, key)}
-    kinds = base.to_dict().get("layer_types")
+    values |= OF_TYPE.get(base.model_type, {})
+    kinds = base.to_dict().get("layer_types") or values.get("layer_types")
     if kinds:
         values["layer_types"] = [kind for _, kind in zip(range(sizes.layers), _cycle(kinds), strict=False)]
     for key in ("sliding_window", "window_size"):  # the second one is GPT-Neo's; that of images has another meaning
