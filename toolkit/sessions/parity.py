@@ -180,7 +180,7 @@ def cover_types(
     """
     from toolkit.runtime.supervision.warm_pool import preload
 
-    preload("toolkit.runtime.proofs.adapter_imports")  # seconds of every worker with adapters
+    preload("toolkit.runtime.proofs.scan_imports")
     rows = stored_rows(out, seed)
     for number, name in enumerate(types, 1):
         progress(name, number)
