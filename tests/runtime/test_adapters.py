@@ -16,14 +16,14 @@ from toolkit.errors import BadInput
 from toolkit.plans.plan import Plan
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.model_section import Lora, Model
-from toolkit.recipe.sections import OptimizerName, Train
+from toolkit.recipe.sections import Train
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.models.build import build_in_place, build_model
 from toolkit.runtime.models.first_weights import MAGNITUDE
 from toolkit.runtime.models.parameter_shards import Layout, layout_of
 from toolkit.runtime.proofs.split_proof import prove
 from toolkit.runtime.sharding import shard_model, styles
-from toolkit.runtime.supervision.warm_pool import call_on_ranks
+from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 pytestmark = pytest.mark.slow  # dozens of engines; quick tests of each strategy are in test_training.py
 
@@ -67,17 +67,18 @@ def _after_20_steps(section: Model, plan: Plan, train: Train) -> Shards:
     return {name: (p.detach().clone(), layout_of(p)) for name, p in named if p.requires_grad}
 
 
-@pytest.mark.parametrize(("optimizer", "lr", "limit"), [("sgd", 0.02, 1e-7), ("adamw", 2e-4, 2e-6)])
-def test_adapters_after_20_steps_are_those_of_one_process(optimizer: OptimizerName, lr: float, limit: float) -> None:
-    """AdamW divides gradients near zero by their own size, and so enlarges their rounding errors; SGD does not."""
-    section, train = adapted("qwen3"), replace(SGD, optimizer=optimizer, lr=lr, grad_clip=1.0)
+def test_adapters_after_20_steps_are_those_of_one_process() -> None:
+    """With SGD. AdamW divides gradients near zero by their own size, and so makes their rounding errors visible."""
+    section, train = adapted("qwen3"), replace(SGD, lr=0.02, grad_clip=1.0)
     (expected,), cut = (
-        call_on_ranks(_after_20_steps, section, plan, train, nproc=plan.devices) for plan in (ONE, TENSOR)
+        call_on_ranks(_after_20_steps, section, plan, train, nproc=plan.devices, timeout_seconds=600.0)
+        for plan in (ONE, TENSOR)
     )
+    assert first_failure([expected, *cut]) is None
     for shards in cut:
         for name, (found, layout) in shards.items():
             full = expected[name][0]
-            assert float((found - (layout.slice_of(full) if layout else full)).abs().max()) <= limit, name
+            assert float((found - (layout.slice_of(full) if layout else full)).abs().max()) <= 1e-7, name
 
 
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(2, 2, 1)])
