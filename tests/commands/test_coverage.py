@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,11 +26,40 @@ ROWS = {
 def test_the_page_counts_what_trains_and_gives_reasons_for_the_rest() -> None:
     page = markdown(ROWS)
     assert "2 of them gave a reference in one process" in page
-    assert "| zero-3 | 2 | 0 | 0 |" in page
-    assert "| pipeline | 1 | 1 | 0 |" in page
+    assert "| zero-3 | 2 | 0 | 0 | 0 |" in page
+    assert "| pipeline | 1 | 0 | 1 | 0 |" in page
+    assert "Not complete" not in page
     assert "| hrm_text | 1e-07 | refused | 6 layers |" in page
     assert "- `hrm_text`, pipeline: refused: layers run six times" in page
     assert "- `odd`: no forward" in page
+
+
+def test_the_page_names_types_that_were_not_scanned_and_results_beyond_the_limits() -> None:
+    noisy = Row("4 layers", {"zero-3": replace(OK, reason="within rounding: a nudge"), "pipeline": OK})
+    page = markdown({**ROWS, "cpmant": noisy}, known=[*ROWS, "cpmant", "gpt2", "bloom"])
+    assert "**Not complete: 2 of 6 types were not scanned:** bloom, gpt2." in page
+    assert "| zero-3 | 3 | 1 | 0 | 0 |" in page
+
+
+def test_a_page_can_be_written_without_running_anything(tmp_path: Path) -> None:
+    """Of two rows of a type the later one counts."""
+    result = {"reason": "", "loss_difference": 1e-7, "norm_difference": 1e-7}
+    rows = [
+        {
+            "type": "llama",
+            "seed": 3,
+            "code": "a",
+            "sizes": "4 layers",
+            "cases": {"zero-3": {**result, "status": status}},
+        }
+        for status in ("mismatch", "ok")
+    ]
+    out, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["coverage", "--seed", "3", "--out", str(out), "--stored", "--markdown", str(page)]) == 0
+    assert "| zero-3 | 1 | 0 | 0 | 0 |" in page.read_text()
+    assert "types were not scanned" in page.read_text()
+    assert len(out.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(("status", "code"), [("refused", 0), ("mismatch", 1)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,8 +183,8 @@ def cover_types(
     """
     from toolkit.runtime.supervision.warm_pool import preload
 
-    preload("peft")  # seconds of every worker with adapters
-    rows = _stored(out, seed)
+    preload("toolkit.runtime.proofs.scan_imports")
+    rows = stored_rows(out, seed)
     for number, name in enumerate(types, 1):
         progress(name, number)
         if name not in rows:
@@ -287,8 +289,8 @@ def _verdict(section: Model, axes: Axes) -> Verdict:
     return found if isinstance(found, Verdict) else Verdict(False, f"the split could not be proven: {found.reason}")
 
 
-def _stored(path: Path | None, seed: int) -> CoverageRows:
-    """Return the rows of a file that have this seed."""
+def stored_rows(path: Path | None, seed: int) -> CoverageRows:
+    """Return the rows of a file that have this seed; of several rows of a type, the last."""
     from toolkit.runtime.proofs.coverage import Result
 
     if path is None or not path.exists():
@@ -304,5 +306,16 @@ def _stored(path: Path | None, seed: int) -> CoverageRows:
 def _append(path: Path | None, name: str, seed: int, row: Row) -> None:
     if path is not None:
         cases = {case: asdict(result) for case, result in row.results.items()}
+        line = {"type": name, "seed": seed, "code": _code_version(), "sizes": row.sizes, "cases": cases}
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"type": name, "seed": seed, "sizes": row.sizes, "cases": cases}) + "\n")
+            file.write(json.dumps(line) + "\n")
+
+
+@functools.cache
+def _code_version() -> str:
+    """Return a digest of the toolkit's own code, which tells rows of different versions apart."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]

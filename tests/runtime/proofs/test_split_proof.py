@@ -7,7 +7,8 @@ import pytest
 from tests.helpers.parallel import model
 from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.model_section import Model, Task
-from toolkit.runtime.proofs.split_proof import prove
+from toolkit.runtime.proofs import split_proof
+from toolkit.runtime.proofs.split_proof import prove, prove_all
 from toolkit.runtime.sharding import sharding_plan
 from toolkit.verdicts import Verdict
 
@@ -17,6 +18,17 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("axes", [Axes(2, 1, 1), Axes(4, 1, 1), Axes(1, 3, 1), Axes(2, 2, 1), Axes(1, 1, 2)], ids=str)
 def test_right_splits_pass(axes: Axes) -> None:
     assert prove(model("qwen3"), axes).ok
+
+
+def test_splits_that_are_proven_together_share_the_unsplit_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four tensor ranks need more heads, so a model of their own; a refused split does not spoil the others."""
+    made: list[Model] = []
+    make = split_proof.unsplit
+    monkeypatch.setattr(split_proof, "unsplit", lambda tiny: made.append(tiny) or make(tiny))
+    splits = [Axes(2, 1, 1), Axes(1, 2, 1), Axes(1, 1, 3), Axes(4, 1, 1), Axes(2, 2, 1)]
+    verdicts = prove_all(model("qwen3"), splits)
+    assert [verdict.ok for verdict in verdicts] == [True, True, False, True, True], verdicts
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,14 @@ def test_a_ring_is_exact(kind: str, cp: int, sp: int) -> None:
     assert verdict.ok, verdict.reason
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("cp", "sp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("kind", ["camembert", "bart", "bigbird_pegasus", "marian"])
+def test_models_that_number_tokens_themselves_are_exact(kind: str, cp: int, sp: int) -> None:
+    """By the padding id, by the shape of what they see, and by positions that they have counted."""
+    assert prove(tiny_model(kind), Axes(1, 1, sp, cp=cp)).ok
+
+
 def test_a_ring_in_a_pipeline_is_exact() -> None:
     verdict = prove(tiny_model("llama"), Axes(1, 2, 2, cp=2))
     assert verdict.ok, verdict.reason

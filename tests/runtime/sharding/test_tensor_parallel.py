@@ -45,6 +45,12 @@ def test_more_ranks_than_key_value_heads() -> None:
     assert_same(run(section, ONE, SGD), run(section, replace(TWO, tp=4), SGD))
 
 
+def test_experts_whose_slices_do_not_fit_grouped_products() -> None:
+    """Six columns of fp32 are 24 bytes; torch's grouped products want multiples of 16."""
+    section = model("mixtral", intermediate_size=12)
+    assert_same(run(section, ONE, SGD), run(section, TWO, SGD))
+
+
 @pytest.mark.parametrize("data", ["padded", "packed"])
 def test_masks_positions_and_recompute(data: str) -> None:
     section = model("llama")

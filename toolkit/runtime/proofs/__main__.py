@@ -15,7 +15,8 @@ def main() -> int:
     from toolkit.plans.split_verdicts import Axes
     from toolkit.recipe.model_section import Lora, Model
     from toolkit.runtime.proofs.coverage import try_autotp
-    from toolkit.runtime.proofs.split_proof import prove, tiny_model_section
+    from toolkit.runtime.proofs.split_proof import prove
+    from toolkit.runtime.proofs.unsplit import tiny_model_section
 
     question = json.loads(text)
     given, axes = question["model"], Axes(**question["axes"])

@@ -62,9 +62,9 @@ CASES: dict[str, Case] = {
     "hybrid": Case(_HYBRID, nproc=8),
     "lora-tensor": Case(_TENSOR, lora=True),
     "lora-pipeline": Case(_PIPELINE, lora=True),
-    "lora-hybrid": Case(_HYBRID, nproc=4, lora=True),
+    "lora-hybrid": Case({**_HYBRID, "micro_batch": 2}, nproc=4, lora=True),
 }
-"""Two ranks each; tp 2 × pp 2 × dp 2 for the hybrid, tp 2 × pp 2 for that with adapters."""
+"""Two ranks each; tp 2 × pp 2 × dp 2 for the hybrid, tp 2 × pp 2 for that with adapters: two micro-batches both."""
 _EXPERTS = {"name": "expert_parallel", "ep": 2, "zero_stage": 1, "micro_batch": 2}
 EXPERT_CASES: dict[str, Case] = {
     "experts-2": Case(_EXPERTS),

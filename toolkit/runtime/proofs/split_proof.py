@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,45 +23,38 @@ from toolkit.plans.split_verdicts import Axes
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.mixtures.expert_dispatch import ExpertsRefused, distribute, find_experts
 from toolkit.runtime.mixtures.expert_shards import cut_experts
-from toolkit.runtime.models.attention import forward, without_gpu
+from toolkit.runtime.models.attention import forward
 from toolkit.runtime.models.build import (
     SplitRefused,
-    build_model,
     emptied,
     fill,
     find_layers,
     hollow_model,
-    load_config,
     skeleton,
     unadapted,
-    weights_of,
 )
 from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
-from toolkit.runtime.models.tiny_models import Sizes, probe_batches, tiny_config
-from toolkit.runtime.pipeline.split import analyse
+from toolkit.runtime.pipeline.split import StageSplit, analyse
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.pipeline.weight_gradients import WeightGradients
 from toolkit.runtime.proofs.thread_ranks import ThreadExpertGroup, ThreadGroup, ThreadRing, thread_groups
+from toolkit.runtime.proofs.unsplit import SEED, Gradients, Unsplit, exact, tiny_heads, tiny_model_section, unsplit
 from toolkit.runtime.sharding import complete_texts
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.complete_texts import Slice
 from toolkit.runtime.sharding.shard_model import shard, sum_partial_gradients
 from toolkit.runtime.sharding.ulysses import SequenceRefused, SequenceShare
-from toolkit.runtime.sharding.vocab_parallel_loss import follows_head
 from toolkit.verdicts import Verdict
 
 TOLERANCE = 1e-4
 """Limit of a gradient's relative error: far above rounding, even if a model casts to fp32 inside."""
 FLOOR = 1e-6
 """Gradients below this fraction of the global norm are rounding errors themselves."""
-SEED = 0
 ALL = (0, 0)
 """All stages and the only micro-batch, where stages run one after another."""
-RANK = 4
-"""Largest rank of a tiny model's adapters."""
 
 
 def _places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup, ThreadGroup]]:
@@ -78,94 +70,53 @@ def _places(axes: Axes) -> list[tuple[ThreadGroup, ThreadGroup, ThreadGroup]]:
     return found
 
 
-def tiny_model_section(section: Model, axes: Axes) -> Model:
-    """A tiny model of the same type and switches, with enough heads for all ranks."""
-    heads = max(4, 2 * axes.tp, axes.sp)
-    config = tiny_config(load_config(section), Sizes(heads=heads))
-    return Model(
-        config=config,
-        init="scratch",
-        precision="fp32",
-        attention=without_gpu(section.attention),
-        task=section.task,
-        num_labels=section.num_labels and max(section.num_labels, 2),  # of one class the loss would always be 0
-        lora=section.lora
-        and replace(section.lora, rank=min(section.lora.rank, RANK), dropout=0.0, quantize="none", start="zero"),
-    )
-
-
 def prove_all(section: Model, splits: Sequence[Axes]) -> list[Verdict]:
-    """Verdicts on several splits of a model."""
-    return [prove(section, axes) for axes in splits]
+    """Verdicts on several splits of a model; those with a tiny model of the same size share the unsplit one."""
+    wholes: dict[int, Unsplit | Verdict] = {}
+    for axes in splits:
+        if (heads := tiny_heads(axes)) not in wholes:
+            wholes[heads] = _whole(tiny_model_section(section, axes))
+    return [_verdict(wholes[tiny_heads(axes)], axes) for axes in splits]
 
 
 def prove(section: Model, axes: Axes) -> Verdict:
     """Verdict on a plan's tensor, pipeline and sequence axes for the recipe's model."""
-    tiny = tiny_model_section(section, axes)
+    return prove_all(section, [axes])[0]
+
+
+def _whole(tiny: Model) -> Unsplit | Verdict:
+    """The unsplit model, or why it is none to compare with."""
     try:
-        kind, expected = _first_that_trains(tiny)
+        return unsplit(tiny)
     except Exception as error:
         name = (tiny.config or {})["model_type"]
         return Verdict(False, f"a tiny {name} model does not train in one process: {first_line(error)}")
+
+
+def _verdict(whole: Unsplit | Verdict, axes: Axes) -> Verdict:
+    if isinstance(whole, Verdict):
+        return whole
     try:
-        if axes.ep > 1 and not (verdict := _compare_experts(tiny, axes.ep, kind, expected)).ok:
+        if axes.ep > 1 and not (verdict := _compare_experts(whole, axes.ep)).ok:
             return verdict
-        return _compare(tiny, axes, kind, expected) if axes.tp * axes.pp * axes.sp * axes.cp > 1 else Verdict(True)
+        return _compare(whole, axes) if axes.tp * axes.pp * axes.sp * axes.cp > 1 else Verdict(True)
     except (SplitRefused, SequenceRefused, ExpertsRefused) as error:
         return Verdict(False, first_line(error))
     except Exception as error:
         return Verdict(False, f"the split fails on a tiny model: {type(error).__name__}: {first_line(error)}")
 
 
-Gradients = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """Losses and gradients of the unsplit model, by batch."""
-
-    batches: list[MicroBatch]
-    losses: list[float]
-    gradients: list[Gradients]
-
-
-def _first_that_trains(tiny: Model) -> tuple[torch.dtype, _Expected]:
-    """In float64; in float32 for types whose code mixes in fp32 constants and fails in float64 (xglm)."""
-    try:
-        return torch.float64, _whole(tiny, torch.float64)
-    except Exception:
-        return torch.float32, _whole(tiny, torch.float32)
-
-
-def _whole(tiny: Model, kind: torch.dtype) -> _Expected:
-    used, losses, gradients = [], [], []
-    model = _exact(_stirred(build_model(tiny, SEED)), kind)
-    for batch in probe_batches(tiny.task, load_config(tiny)):
-        micro = batch.map(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor)
-        model.zero_grad(set_to_none=True)
-        try:
-            loss = summed_loss(forward(model, micro).logits.double(), micro.labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-        except Exception:
-            if micro.attention_mask is None:
-                raise
-            continue  # this type accepts no mask, so it is never trained on padded data
-        used.append(micro)
-        losses.append(float(loss.detach()))
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    return _Expected(used, losses, gradients)
-
-
-def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) -> Verdict:
+def _compare(whole: Unsplit, axes: Axes) -> Verdict:
     by_tokens, groups = axes.sp * axes.cp > 1, _places(axes)
-    sliced = axes.tp > 1 and follows_head(tiny)
-    parts = [_part(tiny, group[0] if axes.tp > 1 else None, axes, kind, sliced_logits=sliced) for group in groups]
+    split = _split(whole.tiny, axes.pp) if axes.pp > 1 else None
+    parts = [_part(whole, group[0] if axes.tp > 1 else None, split, axes) for group in groups]
     if axes.weights_later:
         parts = [replace(part, later=WeightGradients(torch.nn.ModuleList(part.pieces))) for part in parts]
     own: list[Slice | None] = [
-        _slice(tiny, part.models, *group[1:]) if by_tokens else None for part, group in zip(parts, groups, strict=True)
+        _slice(whole.tiny, part.models, *group[1:]) if by_tokens else None
+        for part, group in zip(parts, groups, strict=True)
     ]
-    for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
+    for micro, loss, gradients in zip(whole.batches, whole.losses, whole.gradients, strict=True):
         for model in (model for part in parts for model in part.models):
             model.zero_grad(set_to_none=True)
         with ThreadPoolExecutor(len(groups)) as pool:
@@ -188,11 +139,11 @@ def _compare(tiny: Model, axes: Axes, kind: torch.dtype, expected: _Expected) ->
     return Verdict(True)
 
 
-def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expected) -> Verdict:
+def _compare_experts(whole: Unsplit, ranks: int) -> Verdict:
     """Each rank routes its own row of a batch; together they must have the loss and gradients of all rows."""
-    for micro, loss, gradients in zip(expected.batches, expected.losses, expected.gradients, strict=True):
+    for micro, loss, gradients in zip(whole.batches, whole.losses, whole.gradients, strict=True):
         groups = thread_groups(ranks)
-        parts = [_expert_part(tiny, group, kind) for group in groups]
+        parts = [_expert_part(whole, group) for group in groups]
         rows = [micro.map(lambda tensor, row=group.index: tensor[row : row + 1]) for group in groups]  # type: ignore[misc]
         with ThreadPoolExecutor(ranks) as pool:
             runs = [
@@ -212,14 +163,13 @@ def _compare_experts(tiny: Model, ranks: int, kind: torch.dtype, expected: _Expe
     return Verdict(True)
 
 
-def _expert_part(tiny: Model, group: ThreadGroup, kind: torch.dtype) -> _Part:
-    weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
-    model = emptied(hollow_model(tiny, SEED))
-    experts = find_experts(unadapted(model, tiny))
+def _expert_part(whole: Unsplit, group: ThreadGroup) -> _Part:
+    model = emptied(hollow_model(whole.tiny, SEED))
+    experts = find_experts(unadapted(model, whole.tiny))
     cut_experts(model, experts, group.index, group.ranks)
-    fill(model, weights)
+    fill(model, whole.weights)
     distribute(experts, ThreadExpertGroup(group))
-    return _Part([_finished(model, None, kind)])
+    return _Part([_finished(model, None, whole.kind)])
 
 
 def _wrong_experts(own: Any, models: Sequence[Any], expected: Gradients) -> list[str]:
@@ -258,24 +208,27 @@ class _Part:
         return [piece.model if isinstance(piece, Stage) else piece for piece in self.pieces]
 
 
-def _part(tiny: Model, group: TensorGroup | None, axes: Axes, kind: torch.dtype, *, sliced_logits: bool) -> _Part:
-    pp, cut = axes.pp, partial(_cut, tiny, shares_tokens=axes.sequence_sharded, sliced_logits=sliced_logits)
-    weights = weights_of(_stirred(hollow_model(tiny, SEED)), tiny, SEED)
-    if pp == 1:
+def _split(tiny: Model, pp: int) -> StageSplit:
+    bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
+    return analyse(emptied(hollow_model(tiny, SEED)), bounds)
+
+
+def _part(whole: Unsplit, group: TensorGroup | None, split: StageSplit | None, axes: Axes) -> _Part:
+    tiny, sliced = whole.tiny, group is not None and whole.sliced_logits
+    cut = partial(_cut, tiny, shares_tokens=axes.sequence_sharded, sliced_logits=sliced)
+    if split is None:
         model = emptied(hollow_model(tiny, SEED))
         loss = cut(model, group)
-        fill(model, weights)
-        return _Part([_finished(model, group, kind)], loss)
-    bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
-    split = analyse(emptied(hollow_model(tiny, SEED)), bounds)
+        fill(model, whole.weights)
+        return _Part([_finished(model, group, whole.kind)], loss)
     stages = []
-    for index in range(pp):
+    for index in range(axes.pp):
         model = emptied(hollow_model(tiny, SEED))
         owned = _owned_by(split.owners, index, ADAPTED if tiny.lora else "")
         loss = cut(model, group, owned)
-        stage = Stage(model, split, index, kind, loss)
-        stage.parameters_by_name = fill(model, weights, stage.parameters_by_name)
-        _finished(model, group, kind)
+        stage = Stage(model, split, index, whole.kind, loss)
+        stage.parameters_by_name = fill(model, whole.weights, stage.parameters_by_name)
+        _finished(model, group, whole.kind)
         stages.append(stage)
     return _Part(stages)
 
@@ -301,28 +254,11 @@ def _cut(
     return shard(base, group, owned, sliced_logits=sliced_logits, plain=plain, shares_tokens=shares_tokens)
 
 
-def _stirred(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with adapters that change its output: new ones are zero, and would hide wrong shards."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
 def _finished(model: PreTrainedModel, group: TensorGroup | None, kind: torch.dtype) -> PreTrainedModel:
-    _exact(model, kind)
+    exact(model, kind)
     if group:
         sum_partial_gradients(model, group)
     return model
-
-
-def _exact(model: PreTrainedModel, kind: torch.dtype) -> PreTrainedModel:
-    """In the proof's precision, with experts computed one by one: torch 2.13's grouped products have no float64."""
-    for config in (model.config, model.config.get_text_config()):
-        config._experts_implementation = "eager"
-    return model.to(kind).train()
 
 
 def _run(part: _Part, own: Slice | None, groups: Sequence[ThreadGroup], micro: MicroBatch) -> float:

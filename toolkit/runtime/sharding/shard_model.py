@@ -56,6 +56,8 @@ BESIDE: dict[str, tuple[str, Style]] = {
 Under other styles the adapter is on every rank, and the style wraps the linear together with its adapter.
 """
 
+ALIGNED = 8
+"""Elements of which torch 2.13's grouped products want multiples in every row: 16 bytes in 16 bits."""
 GATHERED_HEADS = ("colwise_gather_output", "colwise_rep")
 
 
@@ -99,6 +101,7 @@ def shard(
         module = _under_adapter(modules[name], style, sharder) if name in modules else None
         if module is not None and not styles.is_wrapped(module):
             _apply(model, module, style, f"{name}." if name else "", chosen, sharder)
+    _keep_off_odd_widths(model)
     for name in attention:
         if any(other.startswith(f"{name}.") for other in chosen):  # modules of another stage keep all heads
             _divide_heads(modules[name], group)
@@ -106,6 +109,14 @@ def shard(
         kinds = sorted({name.rpartition(".")[2] for name in wrapped})
         report(f"{', '.join(kinds)} keep all tokens, not shares: they are more than pairs of matrices")
     return loss
+
+
+def _keep_off_odd_widths(model: PreTrainedModel) -> None:
+    """Let experts be computed one by one if slices of theirs are too narrow or odd for grouped products."""
+    cut = [p for p in model.parameters() if p.dim() == 3 and layout_of(p) is not None]
+    if any(size % ALIGNED for parameter in cut for size in parameter.shape[1:]):
+        for config in (model.config, model.config.get_text_config()):
+            config._experts_implementation = "eager"
 
 
 def loss_in_shards(model: PreTrainedModel, group: TensorGroup, loss: VocabularyLoss) -> HeadLoss:

@@ -215,9 +215,10 @@ class _Blocks:
     def attention(self, base: str, block: torch.nn.Module) -> None:
         """Queries, keys and values by columns of complete heads, the output by rows."""
         for names in (*QUERY_KEY_VALUE, self._interleaved):
-            inputs = self._all(base, names)
+            if not (inputs := self._all(base, names)):
+                continue
             output = next((found for name in ATTENTION_OUTPUT if (found := self._linear(base, name))), None)
-            if inputs and output and self._heads_divide(block, inputs, output):
+            if output and self._heads_divide(block, inputs, output):
                 norms = self._other_parameters(block, [*inputs, output], _head_width(block, in_features(output[1])))
                 if norms is None:
                     continue

@@ -28,6 +28,7 @@ from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.ring import RingGroup, ring_attention, use_flash_3
 from toolkit.runtime.sharding.ring_blocks import Block, Reach, blocks, zigzag
+from toolkit.runtime.sharding.token_positions import Positions, positions_of, share_tables
 
 _numbers = itertools.count()
 
@@ -59,6 +60,7 @@ class SequenceShare:
         self._documents: Documents | None = None
         """Documents of the current micro-batch, over all tokens of its rows."""
         self._choice = CHOICES["by_document"]
+        self._positions: Positions
 
     def install(self, model: PreTrainedModel) -> None:
         """Make a model use this attention, with the kernel that it was built for."""
@@ -75,14 +77,14 @@ class SequenceShare:
         if model.config._attn_implementation != name:
             kind = model.config.model_type
             raise SequenceRefused(f"{kind} does not use transformers' registry of attention functions")
+        self._positions = positions_of(model)
+        share_tables(model, self._group.ranks * (self._ring.ranks if self._ring else 1), self.own)
 
     def slice_batch(self, micro: MicroBatch) -> MicroBatch:
         """This rank's tokens of a micro-batch; the documents of all tokens are kept for attention."""
         documents = self.locate(micro)
         assert micro.input_ids is not None
-        positions = micro.position_ids
-        if positions is None:
-            positions = torch.arange(micro.shape[1], device=micro.input_ids.device).expand(micro.shape)
+        positions = self._positions(micro.input_ids) if micro.position_ids is None else micro.position_ids
         ids, labels, places = (self.own(tensor) for tensor in (micro.input_ids, micro.labels, positions))
         teacher = {name: self.own(tensor) for name, tensor in micro.tensors().items() if name.startswith("teacher_")}
         own = MicroBatch(ids, labels, None, places, documents=documents, **teacher)
