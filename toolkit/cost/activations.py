@@ -104,7 +104,7 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
             after = norm - 2.0  # the output is added at once
     elif _fused_on_host(e) and e.model.model_type in SANDWICH_NORMS:
         after = 2.0
-    masks = 1.0 if e.software.dropout else 0.0
+    masks = 1.0 if e.software.dropout or (e.drops_gradients and e.model.residual_dropout) else 0.0
     frozen = 2.0 if _frozen_mlp(e) else 0.0  # the input of the MLP, which only gradients of its weights need
     return (2 * (norm + after + masks) - frozen) * shape.hidden
 

@@ -142,13 +142,18 @@ def pipeline_seconds(e: Execution, cal: Calibration) -> float:
     if e.pp == 1:
         return 0.0
     per_stage = e.cluster.devices // e.islands // e.pp
-    scattered = e.residual_shards or e.chunks > 1 or e.software.scattered_sends
-    size = e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
+    size = _message_bytes(e)
     # A pipeline is as fast as its slowest transfer: if it spans nodes, that is one between them.
     one = send(size, between_nodes=per_stage * e.pp > e.cluster.devices_per_node, cluster=e.cluster, cal=cal)
     rounds = (e.grad_accum + (e.pp - 1) / e.chunks) * 2 * e.chunks
     seconds = rounds * one * (cal.interference if e.software.pp_overlap else cal.pipeline_waits)
     return seconds + _between_sites(e, size, per_stage, rounds / e.chunks)
+
+
+def _message_bytes(e: Execution) -> float:
+    """What a rank sends to the next stage for a micro-batch: complete activations, or a tensor rank's share."""
+    scattered = e.residual_shards or e.chunks > 1 or e.software.scattered_sends
+    return e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
 
 
 def _between_sites(e: Execution, size: float, per_stage: int, rounds: float) -> float:
@@ -255,7 +260,7 @@ def traffic_bytes(e: Execution) -> dict[str, float]:
         "tp": passes * reduced * hidden if e.tp > 1 else 0.0,
         "sp": passes * e.element_bytes * e.slice.tokens * heads * (2 + again) if e.sp > 1 else 0.0,
         "cp": _ring_bytes(e) * passes if e.cp > 1 else 0.0,
-        "pp": 2 * e.grad_accum * hidden / (e.tp if e.software.scattered_sends else 1) if e.pp > 1 else 0.0,
+        "pp": 2 * e.grad_accum * _message_bytes(e) if e.pp > 1 else 0.0,
         "dp": _replica_bytes(e) if e.replicas > 1 else 0.0,
     }
 

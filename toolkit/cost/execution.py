@@ -233,9 +233,38 @@ def in_flight(e: Execution, index: int) -> float:
         return min(e.grad_accum, e.pp - index)
     if e.folded:
         return min(e.grad_accum, e.pp)
-    per_round = e.grad_accum // max(1, e.grad_accum // e.pp)
-    ahead = (e.chunks - 1) * per_round + 2 * (e.pp - 1 - index) + 1
-    return min(e.grad_accum * e.chunks, ahead) / e.chunks
+    return _passes_ahead(e, index) / e.chunks
+
+
+EMBEDDING_NORMS = ("bloom",)
+"""Model types with a norm between embedding and layers: it keeps its input, of all tokens (rehearsed)."""
+
+
+def embedding_bytes(e: Execution) -> float:
+    """Bytes that the first rank keeps before its first layer: inputs of a norm, and masks of a dropout."""
+    norm = e.element_bytes if e.model.model_type in EMBEDDING_NORMS else 0
+    mask = 1 if e.model.embedding_dropout else 0
+    each = (norm + mask) * e.slice.tokens * e.model.hidden if e.drops_gradients else 0.0
+    return each * _embedded_in_flight(e)
+
+
+def _embedded_in_flight(e: Execution) -> float:
+    """Micro-batches that the first rank holds in its first chunk, which come first in each round of an interleaving."""
+    if e.chunks == 1 or e.folded:
+        return in_flight(e, 0)
+    rounds, rest = divmod(_passes_ahead(e, 0), e.chunks * _per_round(e))
+    return rounds * _per_round(e) + min(rest, _per_round(e))
+
+
+def _passes_ahead(e: Execution, index: int) -> int:
+    """Forward passes of chunks that a rank of an interleaving does before its first backward pass."""
+    ahead = (e.chunks - 1) * _per_round(e) + 2 * (e.pp - 1 - index) + 1
+    return min(e.grad_accum * e.chunks, ahead)
+
+
+def _per_round(e: Execution) -> int:
+    """Micro-batches that pass a chunk before the next chunk's turn."""
+    return e.grad_accum // max(1, e.grad_accum // e.pp)
 
 
 def stage_layer_params(e: Execution, index: int) -> Sequence[float]:

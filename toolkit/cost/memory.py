@@ -25,6 +25,7 @@ from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import (
     Execution,
+    embedding_bytes,
     in_flight,
     num_layers,
     of_plan,
@@ -85,6 +86,7 @@ def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     if e.cluster.device.backend == "cpu":  # on accelerators this state is in host memory
         parts["optimizer"] += exchange_bytes(e, params)
     kept = kept_bytes(e, num_layers(e, index), in_flight(e, index)) + put_off_bytes(e, num_layers(e, index))
+    kept += embedding_bytes(e) if index == 0 else 0.0
     if e.drops_gradients and e.cluster.device.backend != "cpu":
         peak: Moment = max(step_moments(e, index, params, kept, parts), key=lambda moment: sum(moment.values()))
         parts |= peak

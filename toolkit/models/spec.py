@@ -70,6 +70,10 @@ class ModelSpec:
     """Number of layers with a sliding window."""
     moe_layers: int = 0
     """Number of mixture-of-experts layers."""
+    residual_dropout: float = 0.0
+    """Share of what attention and MLP add that layers drop; known for the types in `DROPOUT`."""
+    embedding_dropout: float = 0.0
+    """Share of the embeddings that is dropped."""
     embedding_params: int
     """Parameters before the first layer: token and position tables, their norms and projections."""
     layer_params: tuple[int, ...]
@@ -104,9 +108,17 @@ def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
     row = ARCHITECTURES[model_type]
     shape = resolve(model_type, row, text)
     window, layers = _windows(model_type, text, shape.layers)
-    return replace(_count(model_type, row, shape), window=window, window_layers=layers)
+    return replace(
+        _count(model_type, row, shape),
+        window=window,
+        window_layers=layers,
+        residual_dropout=_dropout(model_type, "resid_pdrop", text),
+        embedding_dropout=_dropout(model_type, "embd_pdrop", text),
+    )
 
 
+DROPOUT = {"gpt2": 0.1}
+"""Types whose masks of dropout have been rehearsed, and transformers' defaults."""
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2, "olmo3": 4}
 """Types in which one layer in so many sees the full sequence; the others have a sliding window."""
 USUAL_WINDOW = {
@@ -121,6 +133,11 @@ USUAL_WINDOW = {
 """Window in tokens where the config gives none (transformers' defaults)."""
 OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """Types that use their window only with `use_sliding_window`."""
+
+
+def _dropout(model_type: str, key: str, config: Mapping[str, Any]) -> float:
+    given = config.get(key, DROPOUT[model_type]) if model_type in DROPOUT else 0.0
+    return float(given) if isinstance(given, int | float) else 0.0
 
 
 def _windows(model_type: str, config: Mapping[str, Any], layers: int) -> tuple[int, int]:
