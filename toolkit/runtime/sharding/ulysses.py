@@ -9,8 +9,10 @@ DeepSpeed, sequence ranks are data-parallel ranks: gradients are summed and stat
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +30,11 @@ from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.ring import RingGroup, ring_attention, use_flash_3
 from toolkit.runtime.sharding.ring_blocks import Block, Reach, blocks, zigzag
-from toolkit.runtime.sharding.token_positions import Positions, positions_of, share_tables
+
+Positions = Callable[[torch.Tensor], torch.Tensor]
+"""Input ids of complete rows → the position of each token."""
+OWN_RULE = "create_position_ids_from_input_ids"
+"""RoBERTa and its kin count from the padding id on, and leave padding out (transformers 5.22.2)."""
 
 _numbers = itertools.count()
 
@@ -224,3 +230,55 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(parts: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     return _Exchange.apply(parts, group)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def positions_of(model: torch.nn.Module) -> Positions:
+    """How a model numbers the tokens of rows that come without position ids."""
+    for module in model.modules():
+        if (rule := getattr(type(module), OWN_RULE, None)) is not None:
+            return functools.partial(_by_rule, rule, module)
+    return _counted
+
+
+def _by_rule(rule: Callable[..., torch.Tensor], module: Any, ids: torch.Tensor) -> torch.Tensor:
+    return rule(ids, module.padding_idx)
+
+
+def _counted(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+
+
+def share_tables(model: torch.nn.Module, parts: int, own: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Make tables that number tokens by the shape of their input (BART and its kin) return this rank's rows.
+
+    `parts`: ranks that share a row; `own`: this rank's tokens of complete rows.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and "PositionalEmbedding" in type(module).__name__:
+            table: Any = module
+            table.forward = functools.partial(_own_rows, table.forward, parts, own)
+
+
+def _own_rows(
+    inner: Callable[..., torch.Tensor],
+    parts: int,
+    own: Callable[[torch.Tensor], torch.Tensor],
+    given: Any,
+    *args: Any,
+    position_ids: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """What a table gives for complete rows, reduced to this rank's tokens. Their shape alone decides it.
+
+    Position ids by row come with the micro-batch; those for all rows the model has counted itself.
+    """
+    if position_ids is not None and position_ids.dim() > 1:
+        return inner(given, *args, position_ids=position_ids, **kwargs)
+    if position_ids is not None:
+        counted = torch.arange(len(position_ids) * parts, device=position_ids.device)
+        table = inner(given, *args, position_ids=counted, **kwargs)
+    else:
+        rows, tokens = given.shape[:2] if torch.is_tensor(given) else given[:2]
+        complete = (rows, tokens * parts)
+        table = inner(given.new_zeros(complete) if torch.is_tensor(given) else complete, *args, **kwargs)
+    return own(table) if table.dim() == 3 else own(table[None])[0]
