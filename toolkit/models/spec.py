@@ -117,8 +117,8 @@ def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
     )
 
 
-DROPOUT = {"gpt2": 0.1}
-"""Types whose masks of dropout have been rehearsed, and transformers' defaults."""
+DROPOUT = {"gpt2": 0.1, "gpt-sw3": 0.1}
+"""Types whose masks of dropout have been rehearsed, GPT-2 and its other name, and transformers' defaults."""
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2, "olmo3": 4}
 """Types in which one layer in so many sees the full sequence; the others have a sliding window."""
 USUAL_WINDOW = {
