@@ -312,15 +312,17 @@ def test_a_ring_takes_what_was_rehearsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "axes", "rehearsed_gib"),
+    ("recipe", "axes", "rehearsed_gib", "most"),
     [
-        ("pretrain_gpt3-175b_hybrid", "micro_batch: 2, tp: 8, pp: 8, chunks: 1", 64.84),
-        ("pretrain_bloom-176b_hybrid", "micro_batch: 2, tp: 4, pp: 12, chunks: 1", 69.87),
-        ("pretrain_mt-nlg-530b_hybrid", "micro_batch: 1, tp: 8, pp: 35, chunks: 3, schedule: interleaved", 64.31),
+        ("pretrain_gpt3-175b_hybrid", "micro_batch: 2, tp: 8, pp: 8, chunks: 1", 64.84, 0.005),
+        ("pretrain_bloom-176b_hybrid", "micro_batch: 2, tp: 4, pp: 12, chunks: 1", 69.87, 0.005),
+        ("pretrain_mt-nlg-530b_hybrid", "micro_batch: 1, tp: 8, pp: 35, chunks: 3, schedule: interleaved", 64.31, 0.02),
     ],
 )
-def test_norms_and_dropout_before_the_layers_are_kept(recipe: str, axes: str, rehearsed_gib: float) -> None:
+def test_norms_and_dropout_before_the_layers_are_kept(
+    recipe: str, axes: str, rehearsed_gib: float, most: float
+) -> None:
     """The first rank holds them of all micro-batches in flight: 7% of MT-NLG's bytes."""
     given = f"strategy={{name: hybrid, zero_stage: 1, recompute: none, {axes}}}"
     found = resolve(load_recipe(RECIPES / f"{recipe}.yaml", [given])).chosen.estimate.memory
-    assert found.total - found.overhead == pytest.approx(rehearsed_gib * GIB, rel=0.025)
+    assert found.total - found.overhead == pytest.approx(rehearsed_gib * GIB, rel=most)
