@@ -13,6 +13,7 @@ import torch
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from toolkit.errors import BadInput
 from toolkit.recipe.model_section import Lora, Model
+from toolkit.runtime.models import stored_tensors
 from toolkit.runtime.models.build import build_in_place, build_model, open_weights
 from toolkit.runtime.models.first_weights import FileWeights
 from toolkit.runtime.models.parameter_shards import Layout, mark_shard
@@ -52,8 +53,12 @@ def test_any_range_of_elements_is_that_of_the_full_tensor(section: Model, full: 
             assert torch.equal(part.float(), full[name].flatten()[low:high]), name
 
 
+@pytest.mark.parametrize("page_bytes", [stored_tensors.PAGE_BYTES, 1], ids=["rows", "own bytes"])
 @pytest.mark.parametrize("packs", [1, 2])
-def test_slices_along_every_dimension(section: Model, full: dict[str, torch.Tensor], packs: int) -> None:
+def test_slices_along_every_dimension(
+    section: Model, full: dict[str, torch.Tensor], packs: int, page_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_tensors, "PAGE_BYTES", page_bytes)
     for dim in range(3):
         for index in range(2):
             wanted = {}
@@ -64,6 +69,20 @@ def test_slices_along_every_dimension(section: Model, full: dict[str, torch.Tens
                     mark_shard(wanted[name], Layout(dim=dim, index=index, ranks=2, shape=shape, packs=packs))
             for name, own in open_weights(section, 0).read_slices(wanted):
                 assert torch.equal(own.float(), wanted[name].shard_layout.slice_of(full[name])), name
+
+
+def test_a_tensor_rank_reads_no_bytes_of_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = saved(tiny_model("llama"), tmp_path)
+    monkeypatch.setattr(stored_tensors, "PAGE_BYTES", 1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = open_weights(section, 0)
+    parameter = torch.nn.Parameter(dict(weights.read([name]))[name])
+    mark_shard(parameter, Layout(dim=1, index=1, ranks=2, shape=tuple(parameter.shape)))
+    read: list[int] = []
+    inner = TensorFile.read_into
+    monkeypatch.setattr(TensorFile, "read_into", lambda file, view, at: (read.append(len(view)), inner(file, view, at)))
+    dict(weights.read_slices({name: parameter}))
+    assert sum(read) == parameter.numel() * parameter.element_size() // 2
 
 
 def test_a_range_of_experts_reads_these_experts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

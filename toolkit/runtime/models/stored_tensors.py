@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,7 +31,9 @@ from toolkit.errors import BadInput
 from toolkit.runtime.models.parameter_shards import Layout
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes read at a time where a rank keeps some columns of every row."""
+"""Bytes read at a time where a rank keeps a few columns of every row."""
+PAGE_BYTES = 4096
+"""Of the system's file cache: reads of less copy little less than complete rows do."""
 MAX_HEADER_BYTES = 100_000_000
 """Largest header that the safetensors format allows."""
 DTYPES = {
@@ -95,14 +98,21 @@ class TensorFile:
         if self._pages is not None and offset % dtype.itemsize == 0:
             return self._pages[offset : offset + elements * dtype.itemsize].view(dtype)
         data = torch.empty(elements * dtype.itemsize, dtype=torch.uint8)
-        target = memoryview(data.numpy())  # type: ignore[arg-type]
-        self._file.seek(offset)
+        self.read_into(memoryview(data.numpy()), offset)  # type: ignore[arg-type]
+        return data.view(dtype)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill a buffer from an offset."""
         while target:
-            done = self._file.readinto(target)
+            done = os.preadv(self._file.fileno(), [target], offset)
             if not done:
                 raise _broken(self.path, "it ends before its last tensor")
-            target = target[done:]
-        return data.view(dtype)
+            target, offset = target[done:], offset + done
+
+    def expect(self, offset: int, size: int) -> None:
+        """Tell the system that these bytes will be read: it fetches them in large requests, also for small reads."""
+        if hasattr(os, "posix_fadvise"):  # macOS has none
+            os.posix_fadvise(self._file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def _broken(path: str, why: str) -> BadInput:
@@ -130,6 +140,26 @@ class PlainTensor:
     def full(self) -> torch.Tensor:
         """The complete tensor."""
         return self.rows(0, self.shape[0] if self.shape else 1).view(self.shape)
+
+    def slice_bytes(self, layout: Layout) -> int:
+        """Bytes of a rank's slice that follow each other in the file."""
+        first, last = layout.ranges()[0]
+        return (last - first) * math.prod(self.shape[layout.dim + 1 :]) * self._dtype.itemsize
+
+    def own_slice(self, layout: Layout) -> torch.Tensor:
+        """A rank's slice, without the bytes of other ranks."""
+        before, after = self.shape[: layout.dim], self.shape[layout.dim + 1 :]
+        ranges, element_bytes = layout.ranges(), math.prod(after) * self._dtype.itemsize
+        own, row_bytes = sum(last - first for first, last in ranges), self.shape[layout.dim] * element_bytes
+        data = torch.empty(math.prod(before) * own * element_bytes, dtype=torch.uint8)
+        target = memoryview(data.numpy())  # type: ignore[arg-type]
+        self._file.expect(self._offset, math.prod(before) * row_bytes)
+        for row in range(math.prod(before)):
+            for first, last in ranges:
+                size = (last - first) * element_bytes
+                self._file.read_into(target[:size], self._offset + row * row_bytes + first * element_bytes)
+                target = target[size:]
+        return data.view(self._dtype).view(*before, own, *after)
 
 
 class TensorInMemory:
@@ -239,10 +269,12 @@ def flat_range(stored: Stored, low: int, high: int) -> torch.Tensor:
 
 
 def own_part(stored: Stored, layout: Layout) -> torch.Tensor:
-    """A rank's slice. Where it has some columns of every row, a few rows are read at a time."""
+    """A rank's slice. Where it has few columns of every row, some complete rows are read at a time."""
     if layout.dim == 0:
         parts = [stored.rows(low, high) for low, high in layout.ranges()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if isinstance(stored, PlainTensor) and stored.slice_bytes(layout) >= PAGE_BYTES:
+        return stored.own_slice(layout)
     kept: torch.Tensor | None = None
     for first in range(0, stored.shape[0], stored.step_rows):
         part = layout.slice_of(stored.rows(first, min(stored.shape[0], first + stored.step_rows)))
