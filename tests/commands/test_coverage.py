@@ -16,29 +16,42 @@ from toolkit.sessions.parity import Row
 pytestmark = pytest.mark.slow
 
 OK = Result(status="ok", loss_difference=1e-7, norm_difference=2e-7)
+LATE = Result(status="timeout", reason="no answer within 240 s")
 ROWS = {
     "llama": Row("4 layers", {"zero-3": OK, "pipeline": OK}),
     "hrm_text": Row("6 layers", {"zero-3": OK, "pipeline": Result(status="refused", reason="layers run six times")}),
     "odd": Row("", {case: Result(status="untrainable", reason="no forward") for case in ("zero-3", "pipeline")}),
+    "slow": Row("", dict.fromkeys(("zero-3", "pipeline"), LATE)),
 }
 
 
 def test_the_page_counts_what_trains_and_gives_reasons_for_the_rest() -> None:
     page = markdown(ROWS)
-    assert "2 of them gave a reference in one process" in page
-    assert "| zero-3 | 2 | 0 | 0 | 0 |" in page
-    assert "| pipeline | 1 | 0 | 1 | 0 |" in page
+    what = "2 of them gave a reference in one process; in 1 it failed, and in 1 it gave no answer in time."
+    assert "Tiny configs of 4 causal-LM types" in page
+    assert what in page
+    assert "| zero-3 | 2 | 0 | 0 | 0 | 0 |" in page
+    assert "| pipeline | 1 | 0 | 1 | 0 | 0 |" in page
     assert "Not complete" not in page
     assert "| hrm_text | 1e-07 | refused | 6 layers |" in page
     assert "- `hrm_text`, pipeline: refused: layers run six times" in page
     assert "- `odd`: no forward" in page
+    assert "- `slow`: no answer within 240 s" in page
+
+
+def test_a_strategy_that_gives_no_answer_in_time_is_no_mismatch() -> None:
+    """The type has a reference, so it counts as trained."""
+    page = markdown({**ROWS, "gpt2": Row("4 layers", {"zero-3": OK, "pipeline": LATE})})
+    assert "3 of them gave a reference" in page
+    assert "| pipeline | 1 | 0 | 1 | 0 | 1 |" in page
+    assert "- `gpt2`, pipeline: timeout: no answer within 240 s" in page
 
 
 def test_the_page_names_types_that_were_not_scanned_and_results_beyond_the_limits() -> None:
     noisy = Row("4 layers", {"zero-3": replace(OK, reason="within rounding: a nudge"), "pipeline": OK})
     page = markdown({**ROWS, "cpmant": noisy}, known=[*ROWS, "cpmant", "gpt2", "bloom"])
-    assert "**Not complete: 2 of 6 types were not scanned:** bloom, gpt2." in page
-    assert "| zero-3 | 3 | 1 | 0 | 0 |" in page
+    assert "**Not complete: 2 of 7 types were not scanned:** bloom, gpt2." in page
+    assert "| zero-3 | 3 | 1 | 0 | 0 | 0 |" in page
 
 
 def test_a_page_can_be_written_without_running_anything(tmp_path: Path) -> None:
@@ -57,7 +70,7 @@ def test_a_page_can_be_written_without_running_anything(tmp_path: Path) -> None:
     out, page = tmp_path / "rows.jsonl", tmp_path / "page.md"
     out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["coverage", "--seed", "3", "--out", str(out), "--stored", "--markdown", str(page)]) == 0
-    assert "| zero-3 | 1 | 0 | 0 | 0 |" in page.read_text()
+    assert "| zero-3 | 1 | 0 | 0 | 0 | 0 |" in page.read_text()
     assert "types were not scanned" in page.read_text()
     assert len(out.read_text().splitlines()) == 2
 

@@ -49,8 +49,9 @@ def test_boundaries_anywhere_under_sgd_with_a_tight_clip(where: str) -> None:
         ("t5", {"pp": 3, "pipeline_bounds": (0, 1, 5, 8), "recompute": "selective"}),
         ("marian", {"schedule": "interleaved", "chunks": 2, "pipeline_bounds": (0, 2, 4, 6, 8)}),
         ("t5", {"schedule": "zero_bubble", "chunks": 2, "pipeline_bounds": (0, 2, 4, 6, 8)}),
-        ("pegasus", {"strategy": "hybrid", "tp": 2}),
-        ("t5", {"strategy": "hybrid", "tp": 2, "dp": 2, "grad_accum": 2, "zero_stage": 1, "zero_group": 2}),
+        ("pegasus", {"dp": 2, "grad_accum": 2, "zero_stage": 1, "zero_group": 2}),
+        ("blenderbot", {"strategy": "hybrid", "tp": 2}),
+        ("t5", {"strategy": "hybrid", "tp": 2, "zero_stage": 1, "zero_group": 1}),
     ],
 )
 def test_schedules_recompute_and_tensor_shards(kind: str, axes: dict[str, Any]) -> None:
