@@ -106,9 +106,13 @@ def _verdict(whole: Unsplit | Verdict, axes: Axes) -> Verdict:
 
 
 def _compare(whole: Unsplit, axes: Axes) -> Verdict:
-    splits = [analyse(emptied(hollow_model(whole.tiny, SEED)), bounds) for bounds in _bounds(whole.tiny, axes.pp)]
-    verdicts = (_compare_split(whole, axes, split) for split in splits or [None])
-    return next((verdict for verdict in verdicts if not verdict.ok), Verdict(True))
+    if axes.pp == 1:
+        return _compare_split(whole, axes, None)
+    for bounds in _bounds(whole.tiny, axes.pp):
+        split = analyse(emptied(hollow_model(whole.tiny, SEED)), bounds)
+        if not (verdict := _compare_split(whole, axes, split)).ok:
+            return verdict
+    return Verdict(True)
 
 
 def _compare_split(whole: Unsplit, axes: Axes, split: StageSplit | None) -> Verdict:
@@ -215,15 +219,15 @@ class _Part:
 
 
 def _bounds(tiny: Model, pp: int) -> list[tuple[int, ...]]:
-    """Bounds of stages to prove; none without a pipeline.
+    """Bounds of stages to prove.
 
     Of an encoder-decoder all kinds of boundaries: in the encoder, after it, in the decoder, and a stage with the end of
     one and the beginning of the other.
     """
     lengths = [len(layers) for layers in layer_lists(skeleton(tiny)).values()]
-    if pp == 1 or len(lengths) == 1:
-        return [even_bounds(*lengths, pp)] if pp > 1 else []
     encoder, layers = lengths[0], sum(lengths)
+    if encoder == layers:
+        return [even_bounds(layers, pp)]
     first, last = encoder // 2, (encoder + layers) // 2
     return [(0, first, encoder, last, layers), (0, first, last, layers)]
 
