@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from toolkit.cli import main
 from toolkit.commands.coverage import markdown
 from toolkit.runtime.proofs.coverage import Result
+from toolkit.runtime.supervision.warm_pool import call_on_ranks
 from toolkit.sessions.parity import Row
 
 pytestmark = pytest.mark.slow
@@ -86,6 +89,13 @@ def test_known_results_are_not_run_again(
     cache.write_text(f"{json.dumps(line)}\n{json.dumps(other)}\n")
     assert main(["coverage", "--types", "llama", "--seed", "3", "--out", str(cache), "--json"]) == code
     assert json.loads(capsys.readouterr().out)["llama"]["zero-3"]["status"] == status
+
+
+def test_only_a_rank_that_was_still_running_is_late() -> None:
+    (late,) = call_on_ranks(time.sleep, 60, nproc=1, timeout_seconds=2.0)
+    assert (late.late, late.reason) == (True, "no answer within 2 s")
+    (ended,) = call_on_ranks(os.abort, nproc=1)
+    assert (ended.late, ended.reason) == (False, "ended without an answer")
 
 
 def test_an_unknown_type_is_named(capsys: pytest.CaptureFixture[str]) -> None:
