@@ -330,17 +330,19 @@ def mixture_types() -> list[str]:
 def table(rows: list[Mapping[str, Any]]) -> int:
     """Print the verdicts as a Markdown table; 1 if there is a mismatch."""
     cases = [case for case in EXPERT_CASES if any(case in row for row in rows)]
-    trained = [row for row in rows if any(row[case]["status"] != "untrainable" for case in cases if case in row)]
+    without = ("untrainable", "timeout")
+    trained = [row for row in rows if any(row[case]["status"] not in without for case in cases if case in row)]
     print(f"{len(rows)} types, {len(trained)} train as tiny models")
-    print("| | exact | refused | mismatch |\n|---|---|---|---|")
+    print("| | exact | refused | mismatch | no answer in time |\n|---|---|---|---|---|")
     missed = 0
     for case in cases:
         by = {
             status: [row["type"] for row in trained if case in row and row[case]["status"] == status]
-            for status in ("ok", "refused", "mismatch")
+            for status in ("ok", "refused", "mismatch", "timeout")
         }
         missed += len(by["mismatch"])
-        print(f"| {case} | {len(by['ok'])} | {', '.join(by['refused'])} | {', '.join(by['mismatch'])} |")
+        others = " | ".join(", ".join(by[status]) for status in ("refused", "mismatch", "timeout"))
+        print(f"| {case} | {len(by['ok'])} | {others} |")
     return int(missed > 0)
 
 

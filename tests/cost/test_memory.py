@@ -12,10 +12,12 @@ from toolkit.clusters.devices import DEVICES
 from toolkit.cost import activations as model
 from toolkit.cost.activations import backward_bytes, kept_bytes, logit_bytes
 from toolkit.cost.communication import traffic_bytes
-from toolkit.cost.execution import of_plan
+from toolkit.cost.execution import Execution, embeds_targets, of_plan, of_stage
 from toolkit.cost.memory import memory
+from toolkit.plans.job import task_spec
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import load_recipe
+from toolkit.recipe.model_section import Model
 from toolkit.resources import RECIPES
 from toolkit.sessions.resolve import resolve
 
@@ -326,3 +328,32 @@ def test_norms_and_dropout_before_the_layers_are_kept(
     given = f"strategy={{name: hybrid, zero_stage: 1, recompute: none, {axes}}}"
     found = resolve(load_recipe(RECIPES / f"{recipe}.yaml", [given])).chosen.estimate.memory
     assert found.total - found.overhead == pytest.approx(rehearsed_gib * GIB, rel=most)
+
+
+def bart_stages(*bounds: int) -> Execution:
+    """BART large in four stages: 12 encoder and 12 decoder layers, 1,024 wide, 16 heads, an MLP of 4,096."""
+    bart = task_spec({"model_type": "bart"}, Model(config={}, task="seq2seq"))
+    four = plan(0, strategy="pipeline", dp=2, pp=4, micro_batch=2, pipeline_bounds=bounds, schedule="1f1b")
+    return of_plan(four, job(bart, seq_len=512))
+
+
+def test_decoder_layers_keep_a_second_attention() -> None:
+    """Per token, in bytes and widths: norms of 2 × 2 and masks of dropout, five tensors of attention and its output's
+    copy, two of the MLP; in a decoder a norm with its mask and four tensors of attention more. Statistics by head."""
+    e = bart_stages(0, 6, 12, 18, 24)
+    encoder, decoder = (model.mean_layer_bytes(of_stage(e, index)) / (2 * 512) for index in (1, 3))
+    assert encoder == (2 * (4 + 1) + 5 * 2 + 2 * 4 * 2) * 1024 + 4 * 16
+    assert decoder == encoder + (4 + 1 + 4 * 2) * 1024 + 4 * 16
+
+
+def test_stages_of_a_decoder_hold_and_send_the_encoders_output() -> None:
+    e = bart_stages(0, 6, 12, 18, 24)
+    assert [of_stage(e, index).crossing for index in range(4)] == [1, 1, 2, 2]
+    hidden = 2 * 2 * 512 * 1024
+    assert traffic_bytes(e)["pp"] == 2 * e.grad_accum * 2 * hidden
+    assert [of_stage(e, index).crosses for index in range(4)] == [0, 0, 1, 1]
+
+
+def test_the_stage_where_a_decoder_begins_has_a_table_unless_it_has_the_head() -> None:
+    assert [embeds_targets(bart_stages(0, 6, 12, 18, 24), index) for index in range(4)] == [False, False, True, False]
+    assert not any(embeds_targets(bart_stages(0, 4, 8, 10, 24), index) for index in range(4))

@@ -36,7 +36,8 @@ def model(kind: str, **config: Any) -> Model:
 
 
 def batch(step: int, data: str) -> MicroBatch:
-    """A global batch: `full`, `padded` on the right, `padded left`, or `packed` with positions that start anew."""
+    """A global batch: `full`, `padded` on the right, `padded left`, `packed` with positions that start anew, or `pairs`
+    of padded sources and targets."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(3, WORDS, (SEQUENCES, TOKENS + 1), generator=generator)
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -44,6 +45,11 @@ def batch(step: int, data: str) -> MicroBatch:
         lengths = torch.tensor([TOKENS, 5, 11, 3])
         mask = (torch.arange(TOKENS) < lengths[:, None]).long()
         return MicroBatch(inputs * mask, labels.masked_fill(mask == 0, IGNORE), mask)
+    if data == "pairs":
+        mask = (torch.arange(TOKENS) < torch.tensor([TOKENS, 5, 11, 3])[:, None]).long()
+        counted = torch.arange(TOKENS) < torch.tensor([9, TOKENS, 4, 7])[:, None]
+        seen = labels.roll(1, dims=1)
+        return MicroBatch(inputs * mask, labels.masked_fill(~counted, IGNORE), mask, decoder_input_ids=seen)
     if data == "padded left":
         begins = torch.tensor([0, 5, 11, 3])
         mask = (torch.arange(TOKENS) >= begins[:, None]).long()

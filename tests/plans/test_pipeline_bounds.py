@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from toolkit.plans.job import make_job
-from toolkit.plans.pipeline_bounds import balance, bounds_problem, even_bounds, pipeline_bounds
+from toolkit.plans.job import make_job, task_spec
+from toolkit.plans.pipeline_bounds import balance, bounds_problem, crossing, even_bounds, layer_flops, pipeline_bounds
 from toolkit.recipe.file import make_recipe
+from toolkit.recipe.model_section import Model
 
 
 def dearest(costs: list[float], bounds: tuple[int, ...], last: float) -> float:
@@ -58,3 +59,22 @@ def test_bounds_of_a_recipe_are_checked(bounds: tuple[int, ...], words: str) -> 
     assert words in problem
     assert "[0, 3, 6]" in problem
     assert bounds_problem((0, 4, 6), layers=6, stages=2) is None
+
+
+def test_decoder_layers_of_an_encoder_decoder_weigh_more_than_those_of_its_encoder() -> None:
+    """BART large without its head: 12.6 and 16.8 million parameters a layer, so the encoder has more than half."""
+    bart = task_spec({"model_type": "bart"}, Model(config={}, task="seq2seq"))
+    costs = layer_flops(bart, 1)
+    assert [round(cost / 1e6, 1) for cost in (costs[0], costs[12])] == [25.2, 33.6]
+    assert balance(costs, 2) == (0, 14, 24)
+    assert pipeline_bounds(bart, 2, 512, "interleaved", 2) == pipeline_bounds(bart, 4, 512)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "tensors"),
+    [("bart", 6, 1), ("bart", 12, 1), ("bart", 18, 2), ("t5", 3, 1 + 4), ("t5", 6, 1), ("t5", 9, 2 + 4)],
+)
+def test_what_crosses_the_boundaries_of_an_encoder_decoder(kind: str, bound: int, tensors: float) -> None:
+    """T5's bias has 8 heads × 512 × 512 elements, four times the hidden states of 2 × 512 tokens, 512 wide."""
+    model = task_spec({"model_type": kind}, Model(config={}, task="seq2seq"))
+    assert crossing(model, bound, micro_batch=2 if kind == "t5" else 1, seq_len=512) == tensors

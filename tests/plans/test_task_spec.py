@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import BadInput, NoPlanFits
-from toolkit.plans.job import image_tokens, task_spec
+from toolkit.plans.job import BART_FAMILY, image_tokens, task_spec
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.models.build import skeleton
@@ -31,7 +31,11 @@ SMALL_T5 = {"vocab_size": 100, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers
         ("image-classification", {"model_type": "vit", "image_size": 32, "patch_size": 8, "hidden_size": 48}),
         ("seq2seq", {"model_type": "t5", **SMALL_T5}),
         ("seq2seq", {"model_type": "t5", **SMALL_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+        ("seq2seq", {"model_type": "mt5", **SMALL_T5, "num_decoder_layers": 3}),
+        ("seq2seq", {"model_type": "umt5", **SMALL_T5}),
         ("seq2seq", {"model_type": "bart", "vocab_size": 100, "d_model": 32, "encoder_layers": 2}),
+        ("seq2seq", {"model_type": "bart", "vocab_size": 100, "d_model": 32, "tie_word_embeddings": False}),
+        *(("seq2seq", {"model_type": kind}) for kind in BART_FAMILY),
     ],
 )
 def test_parameters_are_counted_exactly(task: str, config: dict[str, Any]) -> None:
@@ -55,7 +59,6 @@ def test_types_that_can_not_be_planned_are_named() -> None:
         ("llama", "classification", "{name: sequence_parallel, sp: 1, cp: 2}", "one result of a complete text"),
         ("t5", "seq2seq", "{name: sequence_parallel, sp: 2}", "splits the tokens of one sequence"),
         ("bert", "classification", "{name: tensor_parallel, tp: 2, tensor_by: autotp}", "AutoTP is tried on causal"),
-        ("t5", "seq2seq", "{name: pipeline, pp: 2}", "each stage would compute the whole encoder"),
     ],
 )
 def test_splits_that_a_task_can_not_have_are_refused_with_the_reason(

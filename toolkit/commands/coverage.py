@@ -22,7 +22,7 @@ from toolkit.sessions.parity import CoverageRows, Row, cover_types, stored_rows
 if TYPE_CHECKING:
     from toolkit.runtime.proofs.coverage import Result
 
-COLOURS = {"ok": "green", "refused": "yellow", "mismatch": "red", "untrainable": "dim"}
+COLOURS = {"ok": "green", "refused": "yellow", "mismatch": "red", "timeout": "magenta", "untrainable": "dim"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         console.print(_table(rows))
-    return 1 if any(result.status == "mismatch" for row in rows.values() for result in row.results.values()) else 0
+    return 1 if any(_disagrees(row) for row in rows.values()) else 0
 
 
 def counts(rows: CoverageRows) -> dict[str, Counter[str]]:
@@ -81,8 +81,9 @@ def markdown(rows: CoverageRows, seed: int = 0, known: Sequence[str] = ()) -> st
     `known`: every type that a complete page has.
     """
     missing = [name for name in known if name not in rows]
-    trained = {name: row for name, row in rows.items() if not _untrainable(row)}
-    left = {name: next(iter(row.results.values())).reason for name, row in rows.items() if _untrainable(row)}
+    trained = {name: row for name, row in rows.items() if not _without_reference(row)}
+    left = {name: next(iter(row.results.values())) for name, row in rows.items() if name not in trained}
+    late = sum(result.status == "timeout" for result in left.values())
     cases = list(dict.fromkeys(case for row in rows.values() for case in row.results))
     lines = [
         "# Coverage",
@@ -96,23 +97,24 @@ def markdown(rows: CoverageRows, seed: int = 0, known: Sequence[str] = ()) -> st
         "what is refused is refused there in the same words. Sizes are drawn at random per type. "
         "`ok`: losses within 2e-5 and gradient norms within 1e-4, relative, at every step; or, within rounding only, "
         "at most ten times what a nudge of one bit in the first weights changes in one process. "
-        f"{len(trained)} of them gave a reference in one process.",
+        f"{len(trained)} of them gave a reference in one process; in {len(left) - late} it failed, and in {late} it "
+        "gave no answer in time.",
         "",
-        "| strategy | ok | of these within rounding only | refused | mismatch |",
-        "|---|---:|---:|---:|---:|",
+        "| strategy | ok | of these within rounding only | refused | mismatch | no answer in time |",
+        "|---|---:|---:|---:|---:|---:|",
         *_count_lines(trained),
         "",
         f"| type | {' | '.join(cases)} | sizes |",
         "|---|" + "---|" * (len(cases) + 1),
         *[f"| {name} | {_cells(row, cases)} | {row.sizes} |" for name, row in sorted(trained.items())],
         "",
-        "## Refused, or within rounding only",
+        "## Refused, without an answer in time, or within rounding only",
         "",
         *[f"- {line}" for line in _reasons(trained)],
         "",
         "## Types without a reference: one process failed, or gave no answer in time",
         "",
-        *[f"- `{name}`: {_short(reason)}" for name, reason in sorted(left.items())],
+        *[f"- `{name}`: {_short(result.reason)}" for name, result in sorted(left.items())],
         "",
     ]
     return "\n".join(lines)
@@ -131,7 +133,8 @@ def _count_lines(rows: CoverageRows) -> list[str]:
     for case, number in counts(rows).items():
         results = [row.results[case] for row in rows.values() if case in row.results]
         noisy = sum(result.status == "ok" and bool(result.reason) for result in results)
-        lines.append(f"| {case} | {number['ok']} | {noisy} | {number['refused']} | {number['mismatch']} |")
+        others = " | ".join(str(number[status]) for status in ("refused", "mismatch", "timeout"))
+        lines.append(f"| {case} | {number['ok']} | {noisy} | {others} |")
     return lines
 
 
@@ -166,8 +169,15 @@ def _short(reason: str) -> str:
     return reason if len(reason) <= 200 else reason[:197] + "..."
 
 
-def _untrainable(row: Row) -> bool:
-    return any(result.status == "untrainable" for result in row.results.values())
+def _without_reference(row: Row) -> bool:
+    """Whether one process failed, or gave no answer in time: then no strategy was tried."""
+    found = {result.status for result in row.results.values()}
+    return "untrainable" in found or found == {"timeout"}
+
+
+def _disagrees(row: Row) -> bool:
+    """Whether a strategy gave another result than one process, or none."""
+    return not _without_reference(row) and any(r.status in ("mismatch", "timeout") for r in row.results.values())
 
 
 def _wanted(given: str | None, known: list[str]) -> list[str]:

@@ -64,6 +64,8 @@ GRADIENTS_OF_ACTIVATIONS = {"eager": 1.0, "kernels": 0.25, "compiled": 0.25}
 where operators are fused (BigScience: memory by micro-batch)."""
 LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
 """Their share in live bytes, where activations are freed as gradients come (counted on Hugging Face's Llama)."""
+BIAS_GRADIENTS = 2
+"""Further copies of the biases of both attentions when a decoder layer is recomputed (counted on T5)."""
 INPUTS_ON_DEVICE = 2
 """Layer inputs on the device if they are kept on the host: that of the layer in use, and the next one on its way."""
 FLASH_STATS_BYTES = 4.0
@@ -94,7 +96,7 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     """Bytes per token for inputs and outputs of two norms; dropout adds a mask.
 
     Eager RMSNorm keeps its input in fp32, the normalised input and the output."""
-    eager_rms = e.software.fusion == "eager" and shape.gated and not fused and not _fused_on_host(e)
+    eager_rms = e.software.fusion == "eager" and e.model.rms_norms and not fused and not _fused_on_host(e)
     norm = (8.0 if e.element_bytes == 2 else 6.0) if eager_rms else 4.0
     after = 0.0
     if eager_rms and e.drops_gradients:
@@ -106,7 +108,7 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
         after = 2.0
     masks = 1.0 if e.software.dropout or (e.drops_gradients and e.model.residual_dropout) else 0.0
     frozen = 2.0 if _frozen_mlp(e) else 0.0  # the input of the MLP, which only gradients of its weights need
-    return (2 * (norm + after + masks) - frozen) * shape.hidden
+    return ((2 + shape.crosses) * (norm + after + masks) - frozen) * shape.hidden
 
 
 def _frozen_mlp(e: Execution) -> bool:
@@ -131,9 +133,9 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
         kv = q
     # The output of attention again after the exchange, and again without the second copy of what documents share.
     copies = int(e.sp > 1) + int(e.shared_prompt > 0)
-    copies += int(_bias_columns(e) > 0)
+    copies += int(_bias_columns(e) > 0) + int(e.model.encoder_layers > 0)  # transformers' attention copies it
     wide = shape.heads * _bias_columns(e)
-    attention = (1 + e.shared_prompt) * _attended_bytes(shape, q + wide, kv + wide) + 2 * copies * q
+    attention = (1 + e.shared_prompt + shape.crosses) * _attended_bytes(shape, q + wide, kv + wide) + 2 * copies * q
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
     frozen = int(_frozen_mlp(e))  # inputs of matrices without gradients are not kept
@@ -168,17 +170,18 @@ def _normed_bytes(e: Execution, width: int) -> float:
 
 
 def score_bytes(e: Execution, shape: LayerShape) -> float:
-    """Bytes of stored attention scores of one layer; 0 with flash attention or selective recompute."""
-    if e.software.flash or e.scores_dropped:
+    """Bytes of stored scores, or their biases, of one layer; 0 with flash attention or selective recompute."""
+    if (e.software.flash and not e.model.biased_scores) or e.scores_dropped:
         return 0.0
-    each = SCORES[e.software.fusion] + (SCORES_DROPOUT if e.software.dropout else 0.0)
-    return each * e.slice.tokens * e.seq_len * shape.heads / e.tp
+    each = e.element_bytes if e.software.flash else SCORES[e.software.fusion] + SCORES_DROPOUT * e.software.dropout
+    return (1 + shape.crosses) * each * e.slice.tokens * e.seq_len * shape.heads / e.tp
 
 
 def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
     """Bytes per layer, averaged over dense and mixture layers; `fused` leaves out what only eager operators keep."""
     experts = e.model.moe_layers / e.model.layers
-    dense = layer_bytes(e, layer_shape(e.model, experts=False), fused=fused) if experts < 1 else 0.0
+    plain = layer_shape(e.model, experts=False, crosses=e.crosses)
+    dense = layer_bytes(e, plain, fused=fused) if experts < 1 else 0.0
     mixed = layer_bytes(e, layer_shape(e.model, experts=True), fused=fused) if experts > 0 else 0.0
     return dense * (1 - experts) + mixed * experts
 
@@ -189,11 +192,11 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     each = OWN_PIPELINE_BUFFERS if e.drops_gradients else PIPELINE_BUFFERS
     if e.chunks > 1 and e.drops_gradients:
         each = OWN_CHUNK_BUFFERS * e.chunks
-    buffers = each * inputs * in_flight if e.pp > 1 else 0.0
+    buffers = each * e.crossing * inputs * in_flight if e.pp > 1 else 0.0
     kept = e.recompute.kept
     if e.recompute.keeps_products:
         return layers * (inputs + products_bytes(e)) * in_flight + buffers
-    if _inputs_on_host(e):
+    if inputs_on_host(e):
         return min(layers * in_flight, INPUTS_ON_DEVICE) * inputs + buffers
     if kept == 1.0:
         return layers * mean_layer_bytes(e) * in_flight + buffers
@@ -209,7 +212,7 @@ def products_bytes(e: Execution) -> float:
     """
     experts = e.model.moe_layers / e.model.layers
     return sum(
-        share * _products(e, layer_shape(e.model, experts=mixed))
+        share * _products(e, layer_shape(e.model, experts=mixed, crosses=e.crosses))
         for share, mixed in ((1 - experts, False), (experts, True))
         if share
     )
@@ -221,23 +224,18 @@ def _products(e: Execution, shape: LayerShape) -> float:
     kept = shape.experts and not (e.recompute.repeats_experts and e.drops_gradients)
     outputs = 2 * e.expert_slots * shape.experts_per_token * shape.hidden if kept else 0  # of experts, not summed
     wide = shape.heads * _bias_columns(e)  # queries, keys and values are kept without their columns
-    attended = (1 + e.shared_prompt) * (_attended_bytes(shape, q, kv) + 2 * wide)
+    attended = (1 + e.shared_prompt + shape.crosses) * (_attended_bytes(shape, q, kv) + 2 * wide)
     sharded = attended + 2 * (2 if shape.gated else 1) * inner
     tensors = 2 if e.zero_stage == 3 and e.drops_gradients else 1  # DeepSpeed's own linear layer needs the last one
     if e.residual_shards and e.drops_gradients:
         tensors = 0  # computed again, with its reduce-scatter
-    whole = 2 * tensors * shape.hidden / e.slice.residual_parts
+    whole = 2 * (1 + shape.crosses) * tensors * shape.hidden / e.slice.residual_parts
     return e.slice.tokens * (sharded / e.slice.tp + whole + outputs) * e.element_bytes / 2
 
 
-def _inputs_on_host(e: Execution) -> bool:
+def inputs_on_host(e: Execution) -> bool:
     """Whether layer inputs leave the device; on a CPU host and device are the same memory."""
     return e.recompute.inputs_on_host and e.cluster.device.backend != "cpu"
-
-
-def inputs_on_host_bytes(e: Execution, in_flight: float) -> float:
-    """Bytes per device of layer inputs in host memory."""
-    return e.layers_per_stage * layer_input_bytes(e) * in_flight if _inputs_on_host(e) else 0.0
 
 
 def kept_share(e: Execution) -> float:
@@ -266,6 +264,8 @@ def live_bytes(e: Execution) -> float:
         return (1 - kept_share(e) + GRADIENTS_OF_ACTIVATIONS[e.software.fusion]) * mean_layer_bytes(e)
     again = 1 - kept_share(e)
     output = layer_input_bytes(e) if e.pp == 1 else 0.0  # in a pipeline, counted as the received input
+    if e.model.biased_scores:
+        output += BIAS_GRADIENTS * score_bytes(e, layer_shape(e.model, experts=False, crosses=1.0))
     return (again + LIVE_GRADIENTS_OF_ACTIVATIONS) * mean_layer_bytes(e) + again * output
 
 
@@ -373,7 +373,7 @@ def peak_bytes(e: Execution, kept: float, grads: float, logits: float, *, last: 
     if e.drops_gradients and loss_in_blocks(e) and logits and e.pp == 1 and (at_head < tail or tail < live):
         logits = head_gradient_bytes(e) if tail > live else 0.0
     if e.drops_gradients and not last:
-        kept += ARRIVED * layer_input_bytes(e)
+        kept += ARRIVED * e.crossing * layer_input_bytes(e)
     stand = e.zero_stage == 3 and e.pp == 1  # its buffer for gradients stays between steps
     if not e.drops_gradients or e.grad_accum > 1 or not last or stand:
         return kept + max(tail, live) - logits, logits

@@ -153,7 +153,7 @@ def pipeline_seconds(e: Execution, cal: Calibration) -> float:
 def _message_bytes(e: Execution) -> float:
     """What a rank sends to the next stage for a micro-batch: complete activations, or a tensor rank's share."""
     scattered = e.residual_shards or e.chunks > 1 or e.software.scattered_sends
-    return e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
+    return e.crossing * e.element_bytes * e.slice.tokens * e.model.hidden / (e.tp if scattered else 1)
 
 
 def _between_sites(e: Execution, size: float, per_stage: int, rounds: float) -> float:

@@ -13,6 +13,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plans.deepspeed_config import accumulates_apart
 from toolkit.plans.exchange import Exchange, with_steps
 from toolkit.plans.optimizer_rules import COMPRESSING
+from toolkit.plans.pipeline_bounds import crossing
 from toolkit.plans.pipeline_orders import layers_by_rank
 from toolkit.plans.plan import ONE_BIT_BYTES, Job, Plan
 from toolkit.recipe.batch_sections import Reduce
@@ -33,6 +34,10 @@ class Execution:
     pp: int = 1
     stage_layers: tuple[int, ...] = ()
     """Layers of each pipeline rank; empty: as even as possible."""
+    crosses: float = 0.0
+    """Share of the layers that attend to an encoder's output."""
+    crossing: float = 1.0
+    """What crosses the boundaries of stages, relative to the hidden states of a micro-batch."""
     chunks: int = 1
     """Interleaved model chunks of one pipeline stage."""
     folded: bool = False
@@ -172,25 +177,12 @@ class Execution:
 V_BUBBLE = 1 / 3
 """Share of the bubble of two interleaved chunks that a V leaves if forward pass, input gradients and weight gradients
 take the same time: (pp − 1) / 6 of a stage's time on a micro-batch (`pipeline_orders.seconds`)."""
-QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
-and a 32-bit constant per 256 of those."""
-
-
-def quantized_width(e: Execution) -> float:
-    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
-    model = e.model
-    routed = model.experts * (3 if model.gated_mlp else 2) * model.hidden * model.expert_ffn
-    linear = sum(model.layer_params) - model.moe_layers * routed
-    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
-
-
 LATENT = 0.8
 """Attention with fewer parameters than this share of plain attention is latent (DeepSeek)."""
 
 
 @lru_cache(maxsize=1024)
-def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
+def layer_shape(model: ModelSpec, *, experts: bool, crosses: float = 0.0) -> LayerShape:
     """The dense layer of a model, or its mixture-of-experts layer."""
     mlp = (3 if model.gated_mlp else 2) * model.hidden
     dense = max(model.layer_active_params) if not model.moe_layers else model.layer_active_params[-1]
@@ -198,7 +190,7 @@ def layer_shape(model: ModelSpec, *, experts: bool) -> LayerShape:
     plain = 2 * model.hidden * model.head_dim * (model.heads + model.kv_heads)
     latent = (dense - mlp * inner) / plain
     return LayerShape(
-        attention_share=latent if 0 < latent < LATENT else 1.0,
+        attention_share=(latent if 0 < latent < LATENT else 1.0) * (1 + crosses), crosses=crosses,
         hidden=model.hidden, heads=model.heads, kv_heads=model.kv_heads, head_dim=model.head_dim,
         ffn=model.shared_ffn if experts else model.ffn, gated=model.gated_mlp,
         experts=model.experts if experts else 0, experts_per_token=model.experts_per_token if experts else 0,
@@ -270,7 +262,7 @@ def _per_round(e: Execution) -> int:
 def stage_layer_params(e: Execution, index: int) -> Sequence[float]:
     """Parameters of the layers of a pipeline rank. With several chunks only the first rank has first, dense layers."""
     layers = num_layers(e, index)
-    if not e.model.moe_layers:
+    if not e.model.moe_layers and (not e.model.encoder_layers or e.chunks > 1):
         return [e.mean_layer_params] * layers
     if e.chunks > 1:
         first = layers // e.chunks if index == 0 else 0
@@ -318,7 +310,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
     overlap = reduces_early and job.cluster.device.backend != "cpu" and work.reduce.overlap is not False
     slots = work.balance.expert_slots(job.model.experts, job.model.experts_per_token) if plan.ep > 1 else 1.0
     compiled = work.compiled and job.cluster.device.backend != "cpu"  # no gain was measured on CPUs
-    own = job.model.full_scores
+    own, inner = job.model.full_scores, plan.pipeline_bounds[1:-1]
     software = _deepspeed(
         flash=work.flash_generation if work.flash_attention and not own else 0,
         dp_overlap=overlap,
@@ -331,7 +323,9 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         micro_batch=plan.micro_batch, grad_accum=plan.grad_accum, dp=plan.dp, tp=plan.tp, pp=plan.pp, sp=plan.sp,
         cp=plan.cp, ep=plan.ep, experts_whole=plan.ep > 1 and plan.tp > 1, expert_tp=int(plan.ep > 1),
         expert_load=_expert_load(plan, job, slots), expert_slots=slots,
-        stage_layers=_stage_layers(plan), chunks=plan.chunks, folded=plan.schedule == "zero_bubble",
+        stage_layers=_stage_layers(plan), crosses=_crosses(job.model, 0, job.model.layers),
+        crossing=max((crossing(job.model, bound, plan.micro_batch, work.seq_len) for bound in inner), default=1.0),
+        chunks=plan.chunks, folded=plan.schedule == "zero_bubble",
         bubble_share=V_BUBBLE if plan.schedule == "zero_bubble" else 1.0,
         zero_stage=plan.zero_stage, zero_variant=plan.zero_variant,
         zero_group=plan.zero_group * (plan.token_parts if plan.zero_stage else 1),  # DeepSpeed shards over dp × sp × cp
@@ -354,6 +348,30 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         shared_prompt=work.shared_prompt,
         first_passes=work.first_passes, live_reference=work.live_reference, teacher=work.teacher,
     )  # fmt: skip
+
+
+def of_stage(e: Execution, index: int) -> Execution:
+    """The execution as a pipeline rank sees it: of an encoder-decoder, with the layers and boundaries of the rank."""
+    if not e.model.encoder_layers or not e.stage_layers or e.chunks > 1:
+        return e
+    bounds = sum(e.stage_layers[:index]), sum(e.stage_layers[: index + 1])
+    inner = [bound for bound in bounds if 0 < bound < e.model.layers]
+    most = max((crossing(e.model, bound, e.micro_batch, e.seq_len) for bound in inner), default=1.0)
+    return replace(e, crosses=_crosses(e.model, *bounds), crossing=most)
+
+
+def _crosses(model: ModelSpec, start: int, end: int) -> float:
+    """Share of the layers from `start` to `end` that attend to an encoder's output."""
+    return max(0, end - max(start, model.encoder_layers)) / (end - start) if model.encoder_layers else 0.0
+
+
+def embeds_targets(e: Execution, index: int) -> bool:
+    """Whether a rank holds a further table of tokens, for the first decoder layer after an encoder."""
+    if not e.model.encoder_layers or not e.stage_layers or e.chunks > 1 or index == 0:
+        return False
+    start = sum(e.stage_layers[:index])
+    here = start <= e.model.encoder_layers < start + e.stage_layers[index]
+    return here and not (e.model.tied_embeddings and index == e.head_rank)
 
 
 def _stage_layers(plan: Plan) -> tuple[int, ...]:

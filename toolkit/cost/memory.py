@@ -26,16 +26,17 @@ from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import (
     Execution,
     embedding_bytes,
+    embeds_targets,
     in_flight,
     num_layers,
     of_plan,
-    quantized_width,
+    of_stage,
     routed_expert_params,
     stage_experts,
     stage_layer_params,
 )
 from toolkit.cost.optimizer_step import beside_bytes, grad_bytes, largest_tensor, state_bytes, state_shards
-from toolkit.cost.start import exchange_bytes, host_bytes, start_bytes
+from toolkit.cost.start import exchange_bytes, host_bytes, quantized_width, start_bytes
 from toolkit.plans.deepspeed_config import MAX_LIVE_ELEMENTS, UPDATE_ELEMENTS, bucket_elements
 from toolkit.plans.plan import Job, Plan
 
@@ -61,19 +62,21 @@ def device_bytes(e: Execution, cal: Calibration = CALIBRATION) -> Memory:
     larger = [index for layers, index in inner.items() if layers > first]  # the others hold less than the first stage
     if 0 < e.model.moe_layers < e.model.layers and e.pp > 2:  # the first layers are dense
         larger.append(1)
+    if e.model.encoder_layers:  # those of the decoder are larger, and stages of it hold the encoder's output
+        larger = list(range(1, e.pp - 1))
     return max((_stage(e, index, cal) for index in sorted({0, *larger, e.pp - 1})), key=lambda stage: stage.total)
 
 
 def least_bytes(e: Execution) -> float:
     """A lower bound of the first stage's peak: weights, states and what layers keep. Quick, for pruning."""
-    params = _stage_params(e, 0)
+    e, params = of_stage(e, 0), _stage_params(e, 0)
     kept = kept_bytes(e, num_layers(e, 0), in_flight(e, 0))
     return _param_bytes(e, params) + _own_state_bytes(e, 0, params) + kept
 
 
 def _stage(e: Execution, index: int, cal: Calibration) -> Memory:
     """Memory of one pipeline stage."""
-    params = _stage_params(e, index)
+    e, params = of_stage(e, index), _stage_params(e, index)
     parts = {
         "params": _param_bytes(e, params) + beside_bytes(e, params),
         "grads": grad_bytes(e, params),
@@ -180,7 +183,7 @@ class _Step:
     def layers(self) -> Iterator[Moment]:
         """The last layer's backward pass, and the first full bucket, which is copied for its reduction."""
         e = self.e
-        arrived = ARRIVED * self.hidden if self.index != e.head_rank or e.chunks > 1 else 0.0
+        arrived = ARRIVED * e.crossing * self.hidden if self.index != e.head_rank or e.chunks > 1 else 0.0
         waiting = self.head_grad if self.tied else 0.0  # a tied table waits for its other gradient
         copied = self._copied(e.model.hidden * e.model.ffn / e.tp)
         whole, first = _expert_gradients(e), _gathered_now(e, first_layer=True)
@@ -255,8 +258,8 @@ def _stage_params(e: Execution, index: int) -> float:
     """Parameters of a stage on one tensor-parallel rank; experts are distributed over `ep` ranks."""
     model = e.model
     total = sum(stage_layer_params(e, index))
-    if index == 0:
-        total += model.embedding_params
+    total += model.embedding_params if index == 0 else 0
+    total += model.vocab * model.hidden if embeds_targets(e, index) else 0
     if index == e.head_rank:
         total += model.head_params
         if e.pp > 1 and model.tied_embeddings and not e.folded:

@@ -74,6 +74,8 @@ class LayerShape:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    crosses: float = 0.0
+    """Share of the layers with a second attention, over an encoder's output."""
     attention_share: float = 1.0
     """Parameters of the attention matrices relative to plain ones of the same heads (latent attention: below 1)."""
 
@@ -164,8 +166,8 @@ def layer_cost(shape: LayerShape, part: Slice, device: Device, software: Softwar
     linears = [*((shape.attention_share * f, shape.attention_share * b) for f, b in attention), *mlp]
     gap = cal.kernel_seconds * kernels if device.backend != "cpu" else 0.0
     return LayerCost(
-        Pass(sum(f for f, _ in linears), core[0], stream[0] * second, kernels, mlp[0][0], gap),
-        Pass(sum(b for _, b in linears), core[1], stream[1] * second, 2 * kernels, 0.0, 2 * gap),
+        Pass(sum(f for f, _ in linears), (1 + shape.crosses) * core[0], stream[0] * second, kernels, mlp[0][0], gap),
+        Pass(sum(b for _, b in linears), (1 + shape.crosses) * core[1], stream[1] * second, 2 * kernels, 0.0, 2 * gap),
     )
 
 

@@ -9,11 +9,12 @@ from toolkit.cost.activations import GRADIENTS_OF_ACTIVATIONS, LOGIT_BYTES, live
 from toolkit.cost.calibration import Calibration
 from toolkit.cost.communication import stage_params
 from toolkit.cost.estimate import DEVICE_SHARE
-from toolkit.cost.execution import QUANTIZED_BYTES, Execution
+from toolkit.cost.execution import Execution
 from toolkit.cost.memory import device_bytes
 from toolkit.cost.optimizer_step import state_shards
 from toolkit.cost.published import sparing
 from toolkit.cost.published_rows import MISSING, NO, YES, PublishedRow
+from toolkit.cost.start import QUANTIZED_BYTES
 
 LINEAR_LOSS_BYTES = 2.0
 """Bytes per logit where head and loss are one operator: not all at once, but the largest chunks and their gradients."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toolkit.cost.activations import inputs_on_host_bytes
+from toolkit.cost.activations import inputs_on_host, layer_input_bytes
 from toolkit.cost.estimate import Memory
-from toolkit.cost.execution import Execution, quantized_width
+from toolkit.cost.execution import Execution
 from toolkit.cost.optimizer_step import state_shards
 from toolkit.units import GIB
 
+QUANTIZED_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
+"""Bytes per weight in bitsandbytes' nf4 with double quantisation: 4 bits, an 8-bit constant per block of 64 weights,
+and a 32-bit constant per 256 of those."""
 PINNED_BUFFERS = 1.1
 """Host memory for offload relative to the tensors themselves: pinned staging buffers come on top."""
 
@@ -87,7 +90,7 @@ def host_bytes(e: Execution, params: float, states: float) -> float:
     """Bytes on the host of one node for what its devices offload: `states` of each, gradients, weights, buffers."""
     ranks = min(e.cluster.devices_per_node, e.cluster.devices)
     outer = 0.0 if e.cluster.device.backend == "cpu" else exchange_bytes(e, params) * ranks
-    outer += PINNED_BUFFERS * inputs_on_host_bytes(e, min(e.grad_accum, e.pp)) * ranks
+    outer += PINNED_BUFFERS * _inputs_on_host_bytes(e, min(e.grad_accum, e.pp)) * ranks
     if not e.offload.startswith("cpu"):
         return outer
     total = states + 4 * params * e.trained_share / state_shards(e)
@@ -126,3 +129,16 @@ def start_reason(used: Memory, limit_bytes: int, host_limit_bytes: int) -> str:
             f"{host_limit_bytes / GIB:.1f} may be used"
         )
     return ""
+
+
+def quantized_width(e: Execution) -> float:
+    """Mean bytes per parameter: linear layers are in 4 bits; embeddings, heads and fused experts are not."""
+    model = e.model
+    routed = model.experts * (3 if model.gated_mlp else 2) * model.hidden * model.expert_ffn
+    linear = sum(model.layer_params) - model.moe_layers * routed
+    return e.element_bytes + (QUANTIZED_BYTES - e.element_bytes) * linear / e.model_params
+
+
+def _inputs_on_host_bytes(e: Execution, in_flight: float) -> float:
+    """Bytes per device of layer inputs in host memory."""
+    return e.layers_per_stage * layer_input_bytes(e) * in_flight if inputs_on_host(e) else 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from toolkit.cost import communication
@@ -13,6 +15,7 @@ from toolkit.cost.operators import LayerCost, Pass, Slice, head_cost, layer_cost
 from toolkit.cost.optimizer_step import optimizer_seconds
 from toolkit.cost.software import RECOMPUTE
 from toolkit.models.spec import ModelSpec
+from toolkit.plans.pipeline_bounds import layer_flops
 from toolkit.plans.plan import Job, Plan
 from toolkit.plans.router_balance import exchange_parts
 
@@ -83,7 +86,7 @@ class Stages:
 
     slowest: float
     mean: float
-    layers: int
+    layers: float
     """Layers of the slowest stage."""
     head: float
     """Seconds of the output head on the slowest stage."""
@@ -189,7 +192,8 @@ def layer_seconds(e: Execution, cal: Calibration) -> LayerSeconds:
 
 def _one_layer(e: Execution, cal: Calibration, *, experts: bool, window: int) -> LayerSeconds:
     part = replace(e.slice, window=window) if window else e.slice
-    cost = layer_cost(layer_shape(e.model, experts=experts), part, e.cluster.device, e.software, cal)
+    shape = layer_shape(e.model, experts=experts, crosses=e.crosses)
+    cost = layer_cost(shape, part, e.cluster.device, e.software, cal)
     hooks = _hook_seconds(e, cal)
     forward, backward = host_bound(cost.forward, e, cal, hooks), host_bound(cost.backward, e, cal, 2 * hooks)
     repeat = _repeat(e, cost.forward, forward, cal)
@@ -322,12 +326,22 @@ CPU_LAUNCH_SECONDS = 15e-6
 
 def _stages(e: Execution, layer: LayerSeconds, head: float) -> Stages:
     """The slowest stage: the last one, which has the output head and maybe fewer layers, or any other."""
-    layers, longest = e.model.layers, e.layers_per_stage
+    layers, work = e.model.layers, _work(e)
+    longest = max(work, default=e.layers_per_stage)
     mean = (layers * layer.total + head) / e.pp
     if e.pp == 1:
         return Stages(mean, mean, layers, head)
-    last = e.stage_layers[e.head_rank] if e.stage_layers else layers - longest * (e.pp - 1)
+    last = work[e.head_rank] if work else layers - longest * (e.pp - 1)
     last = last if last > 0 else layers // e.pp
     if last * layer.total + head > longest * layer.total:
         return Stages(last * layer.total + head, mean, last, head)
     return Stages(longest * layer.total, mean, longest, 0.0)
+
+
+def _work(e: Execution) -> Sequence[float]:
+    """Layers of each stage in units of the mean one: decoder layers take longer than an encoder's."""
+    if not e.model.encoder_layers or e.chunks > 1:
+        return e.stage_layers
+    flops = layer_flops(e.model, e.seq_len)
+    bounds = itertools.accumulate(e.stage_layers, initial=0)
+    return [sum(flops[start:end]) * len(flops) / sum(flops) for start, end in itertools.pairwise(bounds)]

@@ -28,6 +28,8 @@ OWN_ATTENTION = frozenset(
     }
 )  # fmt: skip
 """Types that compute the scores of all pairs of tokens in code of their own, whatever kernel is asked for."""
+BIASED = frozenset({"t5", "mt5", "umt5"})
+"""Types that add a learned bias to the scores of all pairs of tokens; their norms are RMS norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,9 @@ class ModelSpec:
     model_type: str
     """Hugging Face model type, e.g. `llama`."""
     layers: int
-    """Number of decoder layers."""
+    """Number of decoder layers; of an encoder-decoder, of all layers."""
+    encoder_layers: int = 0
+    """The first of the layers that are an encoder's; 0: there is no encoder."""
     hidden: int
     """Width of the residual stream."""
     heads: int
@@ -87,6 +91,16 @@ class ModelSpec:
     def full_scores(self) -> bool:
         """Whether attention holds a score for every pair of tokens, even if flash kernels are there."""
         return self.model_type in OWN_ATTENTION
+
+    @property
+    def biased_scores(self) -> bool:
+        """Whether fused kernels keep a bias for every pair of tokens, joined with the mask, for each attention."""
+        return self.model_type in BIASED
+
+    @property
+    def rms_norms(self) -> bool:
+        """Whether norms are RMS norms, as those of layers with a gate are."""
+        return self.gated_mlp or self.biased_scores
 
     @property
     def params(self) -> int:

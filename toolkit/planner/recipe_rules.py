@@ -101,12 +101,6 @@ RULES: tuple[RecipeRule, ...] = (
         limits="shares of tokens of an encoder-decoder",
     ),
     RecipeRule(
-        asks=lambda recipe: recipe.model.task == "seq2seq",
-        forbids=lambda recipe, plan: plan.pp > 1,
-        reason="every decoder layer reads the encoder's output: each stage would compute the whole encoder",
-        limits="pipeline of an encoder-decoder",
-    ),
-    RecipeRule(
         asks=lambda recipe: recipe.checkpoint.every > 0,
         forbids=lambda recipe, plan: not _auto_steps(recipe) and recipe.checkpoint.every % plan.local_steps > 0,
         reason="checkpoint.every ({recipe.checkpoint.every}) must be a multiple of local_steps ({plan.local_steps}): "

@@ -212,10 +212,35 @@ VIT = {
     "image_size": 224, "patch_size": 16, "num_channels": 3,
 }  # fmt: skip
 T5 = {"vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
+MT5 = T5 | {"vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6}
+T5_FAMILY = {"t5": T5, "mt5": MT5, "umt5": MT5}
+"""Encoder-decoders of T5's kind and transformers' defaults of their sizes."""
 BART = {
     "vocab_size": 50265, "d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16,
     "encoder_ffn_dim": 4096, "decoder_ffn_dim": 4096, "max_position_embeddings": 1024,
 }  # fmt: skip
+SMALL = {"d_model": 512, "encoder_layers": 8, "decoder_layers": 8, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048}
+BLENDERBOT = {
+    "vocab_size": 8008, "d_model": 2560, "encoder_layers": 2, "decoder_layers": 24, "encoder_attention_heads": 32,
+    "encoder_ffn_dim": 10240, "decoder_ffn_dim": 10240, "max_position_embeddings": 128,
+}  # fmt: skip
+PLBART = {
+    "vocab_size": 50005, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 12,
+    "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072,
+}  # fmt: skip
+BART_FAMILY: dict[str, tuple[dict[str, int], int | None, int, int]] = {
+    "bart": ({}, 2, 1, 0),
+    "mvp": ({"vocab_size": 50267}, 2, 1, 0),
+    "plbart": (PLBART, 2, 1, 0),
+    "mbart": ({}, 2, 1, 1),
+    "pegasus": ({}, 0, 0, 1),
+    "marian": ({"vocab_size": 58101}, 0, 0, 0),
+    "m2m_100": ({"vocab_size": 128112}, None, 0, 1),
+    "blenderbot": (BLENDERBOT, 0, 0, 1),
+    "blenderbot-small": (SMALL | {"max_position_embeddings": 512}, 0, 1, 0),
+}
+"""Encoder-decoders of BART's kind: sizes in which transformers' defaults differ from BART's, further rows of the table
+of positions (None: a formula without parameters), norms after the embeddings and after the last layer of each half."""
 T5_BUCKETS = 32
 Reader = Callable[[Mapping[str, Any], int], ModelSpec]
 """Reads a config and a number of classes into a spec."""
@@ -228,7 +253,8 @@ def task_spec(config: Mapping[str, Any], section: Model) -> ModelSpec:
     if section.task == "image-classification":
         return _of_type(config, {"vit": _vit}, "images")(config, num_labels(config, section))
     if section.task == "seq2seq":
-        return _of_type(config, {"t5": _t5, "bart": _bart}, "seq2seq")(config, 0)
+        known = dict.fromkeys(T5_FAMILY, _t5) | dict.fromkeys(BART_FAMILY, _bart)
+        return _of_type(config, known, "seq2seq")(config, 0)
     if section.task == "embedding":
         return _without_head(read_model_config(config))
     return read_model_config(config)
@@ -293,35 +319,51 @@ def _vit(config: Mapping[str, Any], labels: int) -> ModelSpec:
 
 
 def _t5(config: Mapping[str, Any], labels: int) -> ModelSpec:
-    s = _sizes(config, T5)
-    width, gated = s["d_model"], str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    kind = str(config["model_type"])
+    s = _sizes(config, T5_FAMILY[kind])
+    width, usual = s["d_model"], "relu" if kind == "t5" else "gated-gelu"
+    gated = str(config.get("feed_forward_proj", usual)).startswith("gated")
     attention = 4 * width * s["num_heads"] * s["d_kv"] + width
     inner = (3 if gated else 2) * width * s["d_ff"] + width
     layers = [attention + inner] * s["num_layers"]
     layers += [2 * attention + inner] * int(config.get("num_decoder_layers") or s["num_layers"])
     bias = int(config.get("relative_attention_num_buckets", T5_BUCKETS)) * s["num_heads"]
-    layers[0] += bias
-    layers[s["num_layers"]] += bias
+    for number in range(len(layers)) if kind == "umt5" else (0, s["num_layers"]):
+        layers[number] += bias
     table = s["vocab_size"] * width  # transformers ties the head to it, whatever tie_word_embeddings says
     return _dense(
-        layers, model_type="t5", hidden=width, heads=s["num_heads"], head_dim=s["d_kv"], ffn=s["d_ff"],
-        gated_mlp=gated, vocab=s["vocab_size"], max_positions=0, tied_embeddings=True, head_params=2 * width,
-        embedding_params=table,
+        layers, model_type=kind, encoder_layers=s["num_layers"], hidden=width, heads=s["num_heads"],
+        residual_dropout=_rate(config, "dropout_rate"), embedding_dropout=_rate(config, "dropout_rate"),
+        head_dim=s["d_kv"], ffn=s["d_ff"], gated_mlp=gated, vocab=s["vocab_size"], max_positions=0,
+        tied_embeddings=True, head_params=2 * width, embedding_params=table,
     )  # fmt: skip
 
 
 def _bart(config: Mapping[str, Any], labels: int) -> ModelSpec:
-    s = _sizes(config, BART)
+    kind = str(config["model_type"])
+    defaults, more_rows, embedding_norm, last_norm = BART_FAMILY[kind]
+    s = _sizes(config, BART | defaults)
     width, table = s["d_model"], s["vocab_size"] * s["d_model"]
     attention = 4 * width * (width + 1) + 2 * width
     encoder = attention + _mlp(width, s["encoder_ffn_dim"]) + 2 * width
     decoder = 2 * attention + _mlp(width, s["decoder_ffn_dim"]) + 2 * width
+    rows = 0 if more_rows is None else s["max_position_embeddings"] + more_rows
+    tied = config.get("tie_word_embeddings") is not False  # else both halves and the head have tables of their own
     return _dense(
-        [encoder] * s["encoder_layers"] + [decoder] * s["decoder_layers"], model_type="bart", hidden=width,
-        heads=s["encoder_attention_heads"], head_dim=width // s["encoder_attention_heads"], ffn=s["encoder_ffn_dim"],
-        gated_mlp=False, vocab=s["vocab_size"], max_positions=s["max_position_embeddings"], tied_embeddings=True,
-        head_params=0, embedding_params=table + 2 * (s["max_position_embeddings"] + 2 + 2) * width,
+        [encoder] * s["encoder_layers"] + [decoder] * s["decoder_layers"], model_type=kind,
+        encoder_layers=s["encoder_layers"], hidden=width, heads=s["encoder_attention_heads"],
+        residual_dropout=_rate(config, "dropout"), embedding_dropout=_rate(config, "dropout"),
+        head_dim=width // s["encoder_attention_heads"], ffn=s["encoder_ffn_dim"], gated_mlp=False,
+        vocab=s["vocab_size"], max_positions=s["max_position_embeddings"], tied_embeddings=tied,
+        head_params=4 * last_norm * width + (0 if tied else table),
+        embedding_params=(1 if tied else 3) * table + 2 * (rows + 2 * embedding_norm) * width,
     )  # fmt: skip
+
+
+def _rate(config: Mapping[str, Any], key: str) -> float:
+    """Share that is dropped; all encoder-decoders have the same default."""
+    given = config.get(key, 0.1)
+    return float(given) if isinstance(given, int | float) else 0.0
 
 
 def _mlp(width: int, inner: int) -> int:

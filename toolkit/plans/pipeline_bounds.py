@@ -20,12 +20,35 @@ def pipeline_bounds(
 
     The output matrix counts towards the last stage; an embedding is a lookup and costs nothing.
     """
-    attention = 4.0 * model.heads * model.head_dim * seq_len
-    layers = [2.0 * params + attention for params in model.layer_active_params]
+    layers = layer_flops(model, seq_len)
     head = 2.0 * model.vocab * model.hidden
-    if chunks == 1:
-        return balance(layers, pp, last=head)
+    if chunks == 1 or model.encoder_layers:  # decoder layers take longer than an encoder's
+        return balance(layers, pp * chunks, last=head)
     return balance_ranks(len(layers), head * len(layers) / sum(layers), schedule, pp, chunks)
+
+
+def layer_flops(model: ModelSpec, seq_len: int) -> list[float]:
+    """FLOPs per token of each layer; the layers after an encoder attend to its output, too."""
+    attention = 4.0 * model.heads * model.head_dim * seq_len
+    alone = model.encoder_layers or model.layers
+    scores = [attention if number < alone else 2 * attention for number in range(model.layers)]
+    return [2.0 * params + each for params, each in zip(model.layer_active_params, scores, strict=True)]
+
+
+SHARED_BIAS = ("t5", "mt5")
+"""Types whose first encoder and first decoder layer make a bias of attention scores that the layers after them use."""
+
+
+def crossing(model: ModelSpec, bound: int, micro_batch: int, seq_len: int) -> float:
+    """What crosses the boundary before a layer, relative to the hidden states of a micro-batch.
+
+    After an encoder its output alone; in a decoder it passes on beside the hidden states.
+    """
+    after = bound - model.encoder_layers
+    if not model.encoder_layers or after == 0:
+        return 1.0
+    bias = model.heads * seq_len / (micro_batch * model.hidden) if model.model_type in SHARED_BIAS else 0.0
+    return (1.0 if after < 0 else 2.0) + bias
 
 
 def balance_ranks(layers: int, head: float, schedule: str, pp: int, chunks: int) -> tuple[int, ...]:

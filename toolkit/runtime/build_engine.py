@@ -47,7 +47,6 @@ from toolkit.runtime.models.build import (
     can_start_in_place,
     emptied,
     fill,
-    find_layers,
     freed_at_once,
     hollow_model,
     open_skeleton,
@@ -64,7 +63,7 @@ from toolkit.runtime.objectives.preference_loss import PreferenceLoss, SequenceR
 from toolkit.runtime.objectives.score_loss import RankLoss, RewardLoss
 from toolkit.runtime.pipeline.engine import PipelineEngine, PipelineParts
 from toolkit.runtime.pipeline.schedule_run import ScheduleRun
-from toolkit.runtime.pipeline.split import StageSplit, analyse
+from toolkit.runtime.pipeline.split import StageSplit, analyse, count_layers
 from toolkit.runtime.pipeline.stage import Chunks, Stage
 from toolkit.runtime.pipeline.transfers import Transfers
 from toolkit.runtime.sharding import complete_texts
@@ -236,7 +235,7 @@ def _autotp(spec: EngineSpec, mesh: Mesh) -> Engine:
 def _pipeline(spec: EngineSpec, mesh: Mesh) -> Engine:
     plan, seed = spec.plan, spec.train.seed
     probe = emptied(hollow_model(spec.model, seed))
-    bounds = plan.pipeline_bounds or even_bounds(len(find_layers(probe)[1]), plan.pp * plan.chunks)
+    bounds = plan.pipeline_bounds or even_bounds(count_layers(probe), plan.pp * plan.chunks)
     split = analyse(probe, tuple(bounds))
     group = tensor_group(mesh) if plan.tp > 1 else None
     own = stages_of(plan.schedule, plan.pp, plan.chunks, mesh.pipe)

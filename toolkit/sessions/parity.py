@@ -201,7 +201,8 @@ def cover(model_type: str, cases: Mapping[str, Case] | None = None, seed: int = 
     lora = any(case.lora for case in wanted.values())
     found = _call(coverage.examine, model_type, seed, lora)
     if not isinstance(found, coverage.Findings):
-        return Row("", {name: coverage.Result(status="untrainable", reason=found.reason) for name in wanted})
+        status = "timeout" if found.late else "untrainable"
+        return Row("", {name: coverage.Result(status=status, reason=found.reason) for name in wanted})
     with tempfile.TemporaryDirectory(
         prefix="coverage-"
     ) as directory:  # verdicts of other versions of the code do not count

@@ -41,7 +41,8 @@ def test_splits_that_are_proven_together_share_the_unsplit_model(monkeypatch: py
         ("bert", "embedding", Axes(2, 2, 1)),
         ("bert", "embedding", Axes(1, 1, 2)),
         ("vit", "image-classification", Axes(2, 3, 1)),
-        ("t5", "seq2seq", Axes(2, 1, 1)),
+        ("t5", "seq2seq", Axes(2, 2, 1)),
+        ("mbart", "seq2seq", Axes(1, 3, 1, weights_later=True)),
     ],
 )
 def test_other_tasks_are_proven_with_their_own_heads(kind: str, task: Task, axes: Axes) -> None:
@@ -58,6 +59,14 @@ def test_a_wrong_split_of_scores_and_embeddings_is_found(task: Task, num_labels:
     verdict = prove(section, Axes(1, 1, 2))
     assert not verdict.ok
     assert "the loss of a tiny model is" in verdict.reason
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "doge"])
+def test_attention_that_computes_with_its_mask_is_no_ring(kind: str) -> None:
+    """One selects keys by an index over the sequence, the other adds scores of its own."""
+    verdict = prove(model(kind), Axes(1, 1, 1, cp=2))
+    assert not verdict.ok
+    assert verdict.reason.startswith("its attention computes with the mask of all pairs of tokens itself")
 
 
 def test_layers_that_run_twice_are_refused_with_the_reason() -> None:

@@ -95,11 +95,13 @@ CHANNELS = 8
 SEED = 0
 
 
-def probe_inputs(model: PreTrainedModel) -> dict[str, Any]:
+def probe_inputs(model: PreTrainedModel, rows: int = 1, tokens: int = PROBE_TOKENS) -> dict[str, Any]:
     """Arguments of the smallest forward pass."""
     if model.main_input_name == "pixel_values":
-        return {"pixel_values": torch.zeros(image_shape(model.config, 1))}
-    return {"input_ids": torch.arange(5, 5 + PROBE_TOKENS)[None], "use_cache": False}
+        return {"pixel_values": torch.zeros(image_shape(model.config, rows))}
+    ids = torch.arange(5, 5 + tokens).repeat(rows, 1)
+    targets = {"decoder_input_ids": ids} if model.config.is_encoder_decoder and model.can_generate() else {}
+    return {"input_ids": ids, "use_cache": False, **targets}
 
 
 def image_shape(config: PretrainedConfig, images: int) -> tuple[int, int, int, int]:

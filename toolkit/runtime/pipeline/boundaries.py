@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,47 +46,80 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Side:
-    """Marks another tensor in the template of a layer's output; its sizes follow those of the hidden states."""
+    """Marks another tensor in the template of a layer's output; some of its sizes follow those of the hidden states."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    hidden: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None: that of the hidden states."""
+    rows: frozenset[int]
+    """Dims that are as long as the batch."""
+    tokens: frozenset[int]
+    """Dims that are as long as the sequence."""
+    constant: bool
+    """Whether it is zeros that depend on nothing (T5's bias of cross-attention): every stage makes its own."""
+
+    @classmethod
+    def of(cls, found: Sequence[torch.Tensor], hidden: Sequence[torch.Tensor]) -> Side:
+        """From a tensor in passes of different sizes, with their hidden states."""
+        first = found[0]
+        differs = [dim for dim in range(first.dim()) if len({tensor.shape[dim] for tensor in found}) > 1]
+
+        def follow(place: int) -> frozenset[int]:
+            pairs = list(zip(found, hidden, strict=True))
+            return frozenset(dim for dim in differs if all(f.shape[dim] == h.shape[place] for f, h in pairs))
+
+        constant = not any(tensor.requires_grad or bool(tensor.any()) for tensor in found)
+        dtype = first.dtype if first.dtype != hidden[0].dtype else None
+        return cls(tuple(first.shape), dtype, follow(0), follow(1), constant and first.is_floating_point())
 
     def make(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Zeros in the shape that goes with these hidden states."""
-        batch, length = self.hidden[0], self.hidden[1]
+        """Zeros in the shape that goes with these hidden states; constant ones in one element of storage."""
         sizes = [
-            hidden.shape[0] if place == 0 and size == batch else hidden.shape[1] if size == length else size
-            for place, size in enumerate(self.shape)
+            hidden.shape[0] if dim in self.rows else hidden.shape[1] if dim in self.tokens else size
+            for dim, size in enumerate(self.shape)
         ]
-        return torch.zeros(sizes, dtype=self.dtype, device=hidden.device)
+        zero = torch.zeros((), dtype=self.dtype or hidden.dtype, device=hidden.device).expand(sizes)
+        return zero if self.constant else zero.clone(memory_format=torch.contiguous_format)
 
 
-def template_of(output: Any, hidden: torch.Tensor) -> Any:
-    """The structure of a layer's output, without its values."""
+def template_of(outputs: Sequence[Any], hidden: Sequence[torch.Tensor]) -> Any:
+    """The structure of a layer's output, without its values; `outputs` and `hidden` of passes of different sizes."""
 
-    def kind(leaf: Any) -> Any:
-        if not torch.is_tensor(leaf):
-            return leaf if isinstance(leaf, int | float | str) else None
-        if leaf.shape == hidden.shape and leaf.is_floating_point():
+    def kind(leaves: Sequence[Any]) -> Any:
+        first = leaves[0]
+        if not torch.is_tensor(first):
+            return first if isinstance(first, int | float | str) else None
+        if first.shape == hidden[0].shape and first.is_floating_point():
             return Hidden()
-        return Side(tuple(leaf.shape), leaf.dtype, tuple(hidden.shape))
+        return Side.of(leaves, hidden)
 
-    return tree_map(kind, output)
+    flat = [tree_flatten(output)[0] for output in outputs]
+    return tree_unflatten([kind(leaves) for leaves in zip(*flat, strict=True)], tree_flatten(outputs[0])[1])
 
 
 def fill_template(template: Any, hidden: torch.Tensor, on_side: Callable[[torch.Tensor], None] | None = None) -> Any:
-    """A layer's output with these hidden states and with zeros as side tensors."""
+    """A layer's output with these hidden states and with zeros as side tensors; `on_side` sees those that vary."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Side):
             side = leaf.make(hidden)
-            if on_side is not None:
+            if on_side is not None and not leaf.constant:
                 on_side(side)
             return side
         return hidden if isinstance(leaf, Hidden) else leaf
 
     return tree_map(value, template)
+
+
+def pass_by(template: Any, is_first: bool) -> Callable[[Arguments], Any]:
+    """Forward pass of a stand-in for an earlier layer: zeros of the right shapes, made once and handed on."""
+
+    def act(arguments: Arguments) -> Any:
+        hidden = hidden_of(arguments)
+        fresh = is_first or hidden.requires_grad
+        return fill_template(template, torch.zeros_like(hidden, requires_grad=False) if fresh else hidden)
+
+    return act
 
 
 def hidden_of(arguments: Arguments) -> torch.Tensor:
@@ -106,7 +139,8 @@ def chosen(arguments: Arguments, positions: tuple[int, ...]) -> tuple[torch.Tens
 def put_in(arguments: Arguments, positions: tuple[int, ...], values: tuple[torch.Tensor, ...]) -> Arguments:
     """The arguments with received values at these positions.
 
-    In place if the shapes allow it: code around the layer may hold the same tensor (a residual outside the layer).
+    In place if the shapes allow it: code around the layer may hold the same tensor (a residual outside the layer, or an
+    encoder's output, which later layers get as well).
     """
     leaves, structure = tree_flatten(arguments)
     for position, value in zip(positions, values, strict=True):

@@ -114,9 +114,10 @@ class PipelineEngine:
 
     def _saves(self, name: str) -> bool:
         """The first rank that holds a name saves it: tensor rank 0, or all tensor ranks if they hold slices."""
-        layers, named = self._chunks.split.layers, self._chunks.parameters_by_name
+        named = self._chunks.parameters_by_name
         if name not in named:  # a buffer: a layer is on one stage, everything else on all
-            return self._mesh.tensor == 0 and (name.startswith(f"{layers}.") or self._mesh.pipe == 0)
+            of_layer = name.startswith(tuple(f"{layers}." for layers in self._chunks.split.layers))
+            return self._mesh.tensor == 0 and (of_layer or self._mesh.pipe == 0)
         sliced = is_tensor_slice(named[name])
         return self._mesh.pipe == self._chunks.owners(name)[0] and (sliced or self._mesh.tensor == 0)
 

@@ -152,7 +152,8 @@ class ScheduleRun:
             if stage == self._last:
                 DeepSpeedEngine.backward(self._engine, output)
             else:
-                self._backward_of_stage([tensor for tensor in _tensors(output) if tensor.is_floating_point()], values)
+                floats = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+                transfers.backward_of_stage(self._engine, floats, values)
         if stage == 0:
             return
         found = [tensor.grad for tensor in inputs if tensor.is_floating_point()]
@@ -161,19 +162,6 @@ class ScheduleRun:
             self._gradients[stage - 1, micro] = tuple(found)  # type: ignore[arg-type]
         else:
             self._outgoing[place] = found  # type: ignore[assignment]
-
-    def _backward_of_stage(self, outputs: Sequence[torch.Tensor], gradients: Tensors) -> None:
-        """As `PipelineEngine._exec_backward_pass` of DeepSpeed 0.19.8 for all stages but the last."""
-        engine = self._engine
-        if engine.using_bf16_optimizer:
-            engine.optimizer.clear_lp_grads()
-        engine._running_engine_backward = True
-        try:
-            torch.autograd.backward(outputs, gradients)
-        finally:
-            engine._running_engine_backward = False
-        if engine.using_bf16_optimizer:
-            engine.optimizer.update_hp_grads(clear_lp_grads=False)
 
     def _backward_input(self, place: Place) -> None:
         """Gradients of a stage's inputs; those of its large matrices wait until `_backward_weight`."""

@@ -3,13 +3,14 @@
 Every layer is replaced by a stand-in that returns fresh leaves of the autograd graph. The leaves that the graph reaches
 from a layer's arguments show which arguments carry values across a boundary, and which parameters outside the layers
 each stage needs. Weights are hollow (one element of storage each), so this needs no memory. Every rank finds the same
-split.
+split. An encoder-decoder is one sequence of layers, the encoder's first; its output is an argument of every decoder
+layer, so it crosses each later boundary.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,19 +22,31 @@ from transformers import PreTrainedModel
 from toolkit.runtime.models.build import SplitRefused, find_layers
 from toolkit.runtime.models.parameter_shards import sites
 from toolkit.runtime.models.tiny_models import probe_inputs
-from toolkit.runtime.pipeline.boundaries import Arguments, Cut, StandIn, fill_template, hidden_of, template_of
+from toolkit.runtime.pipeline.boundaries import (
+    Arguments,
+    Cut,
+    Side,
+    StandIn,
+    fill_template,
+    hidden_of,
+    pass_by,
+    template_of,
+)
+
+PROBES = ((1, 8), (2, 16))
+"""Rows and tokens of the smallest forward passes; sizes that differ between them follow rows or tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSplit:
     """What every stage owns and what crosses its boundaries; equal on every rank."""
 
-    layers: str
-    """Name of the list of layers."""
+    layers: tuple[str, ...]
+    """Names of the lists of layers, in the order of the forward pass: one, or an encoder's and a decoder's."""
     bounds: tuple[int, ...]
     """First layer of each stage, then the number of layers."""
-    template: Any
-    """Structure of a layer's output."""
+    templates: tuple[Any, ...]
+    """Structure of a layer's output, for each list."""
     crossing: Mapping[int, tuple[int, ...]]
     """First layer of a stage → positions, in its flattened arguments, of values from the previous stage."""
     owners: Mapping[str, frozenset[int]]
@@ -53,6 +66,51 @@ class StageSplit:
         return sorted((name, stages) for name, stages in several if name in self.trained)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a layer is."""
+
+    layers: torch.nn.ModuleList
+    number: int
+    """Its number in the list."""
+    which: int
+    """The number of the list."""
+
+    @property
+    def layer(self) -> torch.nn.Module:
+        """The layer."""
+        return self.layers[self.number]
+
+    def put(self, layer: torch.nn.Module) -> None:
+        """Replace the layer."""
+        self.layers[self.number] = layer
+
+
+def places(lists: Sequence[torch.nn.ModuleList]) -> list[Place]:
+    """All layers of the lists, one list after the other."""
+    return [Place(layers, number, which) for which, layers in enumerate(lists) for number in range(len(layers))]
+
+
+def layer_lists(model: PreTrainedModel) -> dict[str, torch.nn.ModuleList]:
+    """Lists of layers by name, in the order of the forward pass: an encoder-decoder that generates text has two."""
+    if not (model.config.is_encoder_decoder and model.can_generate()):
+        return dict([find_layers(model)])
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for part in (model.get_encoder(), model.get_decoder()):
+        lists = [module for module in part.modules() if isinstance(module, torch.nn.ModuleList)]
+        if not lists:
+            raise SplitRefused("no list of layers was found in the encoder or the decoder")
+        layers = max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
+        found[names[id(layers)]] = layers
+    return found
+
+
+def count_layers(model: PreTrainedModel) -> int:
+    """Layers that stages can have; those of an encoder count as well."""
+    return sum(map(len, layer_lists(model).values()))
+
+
 def hollow(parameter: torch.nn.Parameter, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """Zeros of a parameter's shape in one element of storage."""
     kind = dtype if parameter.is_floating_point() else parameter.dtype
@@ -63,7 +121,8 @@ def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> StageSplit:
     """How a skeleton splits at these bounds. Consumes the skeleton. `SplitRefused` if a boundary is not clean."""
     names = {id(p): name for name, p in model.named_parameters()}
     trained = frozenset(name for name, p in model.named_parameters() if p.requires_grad)
-    layers_name, layers = find_layers(model)
+    lists = layer_lists(model)
+    layers = places(list(lists.values()))
     if bounds[-1] != len(layers):
         raise SplitRefused(f"bounds end at {bounds[-1]}; the model has {len(layers)} layers")
     probe = _Probe(bounds, _owners_of_layers(model, layers, names, bounds))
@@ -71,13 +130,13 @@ def analyse(model: PreTrainedModel, bounds: tuple[int, ...]) -> StageSplit:
     probe.outside = {id(leaf): name for leaf, name in leaves.items() if not probe.owners[name]}
     model.train()
     with torch.random.fork_rng(devices=[]):
-        probe.template = _layer_output(model, layers)
+        probe.templates = _layer_outputs(model, layers)
         _run_probe(model, layers, probe)
     probe.place_the_rest(trained)
     return StageSplit(
-        layers=layers_name,
+        layers=tuple(lists),
         bounds=bounds,
-        template=probe.template,
+        templates=tuple(probe.templates),
         crossing=probe.crossing,
         owners={name: frozenset(stages) for name, stages in probe.owners.items()},
         trained=trained,
@@ -90,7 +149,7 @@ class _Probe:
 
     bounds: tuple[int, ...]
     owners: dict[str, set[int]]
-    template: Any = None
+    templates: list[Any] = field(default_factory=list)
     outside: dict[int, str] = field(default_factory=dict)
     """Leaf → its parameter, for parameters outside the layers."""
     crossing: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -105,14 +164,14 @@ class _Probe:
         """The stage that runs a layer."""
         return next(s for s in range(len(self.bounds) - 1) if self.bounds[s] <= layer < self.bounds[s + 1])
 
-    def call(self, layer: int, arguments: Arguments) -> Any:
-        """Forward pass of a stand-in: record the arguments, return fresh leaves."""
+    def call(self, layer: int, which: int, arguments: Arguments) -> Any:
+        """Forward pass of a stand-in for a layer of a list: record the arguments, return fresh leaves."""
         self.calls.append(layer)
         hidden = hidden_of(arguments)
         self.crossing[layer] = self._carried(layer, arguments)
         fresh = hidden.detach().clone().requires_grad_()
         self._remember(fresh, layer + 1)
-        return fill_template(self.template, fresh, self._remember_side)
+        return fill_template(self.templates[which], fresh, self._remember_side)
 
     def finish(self, logits: torch.Tensor) -> None:
         """Give the last stage the parameters that the logits depend on."""
@@ -147,9 +206,13 @@ class _Probe:
         return tuple(positions)
 
     def _start_anew(self, leaf: torch.Tensor, layer: int) -> None:
-        """Detach an argument in place: a value that bypasses the layer then shows as older than the layer."""
+        """Detach an argument in place: a value that bypasses the layer then shows as older than the layer.
+
+        A tensor that every layer gets (an encoder's output) is detached already, and passes through this layer, too.
+        """
         if leaf.grad_fn is not None and not leaf._is_view():
             leaf.detach_().requires_grad_()
+        if leaf.grad_fn is None:
             self._remember(leaf, layer)
 
     def _reach(self, tensor: torch.Tensor, layer: int) -> tuple[set[int], bool]:
@@ -179,12 +242,12 @@ class _Probe:
 
 
 def _owners_of_layers(
-    model: torch.nn.Module, layers: torch.nn.ModuleList, names: Mapping[int, str], bounds: tuple[int, ...]
+    model: torch.nn.Module, layers: Sequence[Place], names: Mapping[int, str], bounds: tuple[int, ...]
 ) -> dict[str, set[int]]:
     owners: dict[str, set[int]] = {name: set() for name, _ in model.named_parameters()}
     for stage, (start, end) in enumerate(itertools.pairwise(bounds)):
-        for layer in layers[start:end]:
-            for parameter in layer.parameters():
+        for place in layers[start:end]:
+            for parameter in place.layer.parameters():
                 owners[names[id(parameter)]].add(stage)
     return owners
 
@@ -200,34 +263,67 @@ def _make_hollow(model: torch.nn.Module, names: Mapping[int, str]) -> dict[torch
     return leaves
 
 
-def _layer_output(model: PreTrainedModel, layers: torch.nn.ModuleList) -> Any:
-    """The structure of the first layer's output."""
-    first = layers[0]
+def _layer_outputs(model: PreTrainedModel, layers: Sequence[Place]) -> list[Any]:
+    """The structure of the output of each list's first layer; stand-ins take the place of the lists before it."""
+    found: list[Any] = []
+    whole = [place.layer for place in layers]
+    try:
+        for first in (place for place in layers if place.number == 0):
+            found.append(_first_output(model, first))
+            for place in layers:
+                if place.which == first.which:
+                    place.put(StandIn(place.layer, pass_by(found[-1], place.number == 0)))
+    finally:
+        for place, layer in zip(layers, whole, strict=True):
+            place.put(layer)
+    return found
+
+
+def _first_output(model: PreTrainedModel, first: Place) -> Any:
+    """The structure of a layer's output. Only tensors beside the hidden states need a second size, and gradients."""
+    arguments = _arguments(model, first, PROBES[0])
+    template = template_of([_output(first.layer, arguments)], [hidden_of(arguments)])
+    if not any(isinstance(leaf, Side) for leaf in tree_flatten(template)[0]):
+        return template
+    calls = [arguments, _arguments(model, first, PROBES[1])]
+    return template_of([_output(first.layer, call, graph=True) for call in calls], [hidden_of(call) for call in calls])
+
+
+def _arguments(model: PreTrainedModel, first: Place, size: tuple[int, int]) -> Arguments:
+    """The arguments that a layer gets in the smallest forward pass of a size."""
 
     def stop(arguments: Arguments) -> None:
         raise Cut(arguments)
 
-    layers[0] = StandIn(first, stop)
+    layer = first.layer
+    first.put(StandIn(layer, stop))
     try:
-        model(**probe_inputs(model))
+        model(**probe_inputs(model, *size))
     except Cut as cut:
-        args, kwargs = cut.arguments
-        # torch 2.13's grouped matrix product of experts refuses expanded (hollow) weights, so this one layer gets real
-        # zeros for the call. They can go when `torch._grouped_mm` accepts a stride of 0.
-        zeros = {
-            name: torch.zeros_like(p, memory_format=torch.contiguous_format) for name, p in first.named_parameters()
-        }
-        with torch.no_grad():
-            output = torch.func.functional_call(first, zeros, args, dict(kwargs))
-        return template_of(output, hidden_of(cut.arguments))
+        return cut.arguments
     finally:
-        layers[0] = first
+        first.put(layer)
     raise SplitRefused("the model's forward does not call its first layer")
 
 
-def _run_probe(model: PreTrainedModel, layers: torch.nn.ModuleList, probe: _Probe) -> None:
-    for index, layer in enumerate(list(layers)):
-        layers[index] = StandIn(layer, partial(probe.call, index))
+def _output(layer: torch.nn.Module, arguments: Arguments, *, graph: bool = False) -> Any:
+    """The output of a layer whose weights are zeros.
+
+    torch 2.13's grouped matrix product of experts refuses expanded (hollow) weights, so this one layer gets real zeros
+    for the call. They can go when `torch._grouped_mm` accepts a stride of 0.
+    """
+    args, kwargs = arguments
+    zeros = {
+        name: torch.zeros_like(p, memory_format=torch.contiguous_format).requires_grad_(graph and p.is_floating_point())
+        for name, p in layer.named_parameters()
+    }
+    with torch.set_grad_enabled(graph):
+        return torch.func.functional_call(layer, zeros, args, dict(kwargs))
+
+
+def _run_probe(model: PreTrainedModel, layers: Sequence[Place], probe: _Probe) -> None:
+    for index, place in enumerate(layers):
+        place.put(StandIn(place.layer, partial(probe.call, index, place.which)))
     output = model(**probe_inputs(model))
     if probe.calls != list(range(len(layers))):
         raise SplitRefused(f"the layers are not called once each in order, but {probe.calls}")

@@ -22,10 +22,9 @@ from toolkit.runtime.pipeline.boundaries import (
     anchored,
     chosen,
     enter_at,
-    fill_template,
-    hidden_of,
+    pass_by,
 )
-from toolkit.runtime.pipeline.split import StageSplit, hollow
+from toolkit.runtime.pipeline.split import StageSplit, hollow, places
 
 
 class Stage(torch.nn.Module):
@@ -79,7 +78,7 @@ class Stage(torch.nn.Module):
         try:
             output = forward(self.model, micro)
         except Cut as cut:
-            outputs = chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]])
+            outputs = _with_gradients(chosen(cut.arguments, self.split.crossing[self.split.bounds[self.index + 1]]))
             self.nonfinite.forward(inputs, outputs)
             return outputs[0] if len(outputs) == 1 else outputs
         finally:
@@ -163,12 +162,13 @@ def _carve(
     """Reduce a skeleton to a stage's part; return the stage's parameters by name."""
     named = dict(model.named_parameters())
     start, end = split.bounds[index], split.bounds[index + 1]
-    layers = model.get_submodule(split.layers)
-    assert isinstance(layers, torch.nn.ModuleList)
-    first = layers[start]
-    for number, layer in enumerate(list(layers)):
+    lists: Any = [model.get_submodule(name) for name in split.layers]
+    layers = places(lists)
+    first = layers[start].layer
+    for number, place in enumerate(layers):
         if not start <= number < end:
-            layers[number] = StandIn(layer, _leave if number == end else _pass_by(split.template, number == 0))
+            earlier = pass_by(split.templates[place.which], place.number == 0)
+            place.put(StandIn(place.layer, _leave if number == end else earlier))
     if index > 0:
         enter_at(first, split.crossing[start], stage.received)
     own = {name: parameter for name, parameter in named.items() if index in split.owners[name]}
@@ -179,19 +179,15 @@ def _carve(
     return own
 
 
+def _with_gradients(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The outputs of a stage; one that frozen weights alone have made becomes a leaf, for which a gradient arrives."""
+    if not torch.is_grad_enabled():
+        return outputs
+    return tuple(o.detach().requires_grad_() if o.is_floating_point() and not o.requires_grad else o for o in outputs)
+
+
 def _leave(arguments: Arguments) -> Any:
     raise Cut(arguments)
-
-
-def _pass_by(template: Any, is_first: bool) -> Any:
-    """Forward pass of a stand-in for an earlier layer: zeros of the right shapes, made once and handed on."""
-
-    def act(arguments: Arguments) -> Any:
-        hidden = hidden_of(arguments)
-        fresh = is_first or hidden.requires_grad
-        return fill_template(template, torch.zeros_like(hidden, requires_grad=False) if fresh else hidden)
-
-    return act
 
 
 def _make_unowned(where: Sites, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:

@@ -77,6 +77,8 @@ class Transfers:
             for one in turn:
                 if isinstance(one, instructions.LoadMicroBatch):
                     self._load(one.buffer_id)
+                elif isinstance(one, instructions.BackwardPass) and self._sends_several(one.buffer_id):
+                    self._backward(one.buffer_id)
                 elif not isinstance(one, EXCHANGES):
                     engine._INSTRUCTION_MAP[type(one)](engine, **one.kwargs)
         self._wait_for_sends()
@@ -85,6 +87,15 @@ class Transfers:
         """A stage holds its micro-batches itself: what DeepSpeed calls the input of the first one is not read."""
         if self._mesh.pipe == 0:
             self._engine.pipe_buffers["inputs"][buffer] = self._nothing
+
+    def _sends_several(self, buffer: int) -> bool:
+        return self._next >= 0 and isinstance(self._engine.pipe_buffers["outputs"][buffer], tuple)
+
+    def _backward(self, buffer: int) -> None:
+        """The backward pass of a stage that sends several tensors."""
+        outputs, self._engine.pipe_buffers["outputs"][buffer] = self._engine.pipe_buffers["outputs"][buffer], None
+        with part(self.clock, "backward"):
+            backward_of_stage(self._engine, _floats(outputs), self._engine.grad_layer)
 
     def _exchange(self, turn: Sequence[Any]) -> None:
         """Start all exchanges of a turn, and wait for what is received."""
@@ -176,6 +187,22 @@ class Transfers:
 
     def _gather(self, whole: torch.Tensor) -> None:
         gather_shares(whole, self._mesh)
+
+
+def backward_of_stage(engine: Any, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """As `PipelineEngine._exec_backward_pass` of DeepSpeed 0.19.8 for all stages but the last, in one pass.
+
+    DeepSpeed goes backward once per output, and so several times through the layers that made all of them (an encoder).
+    """
+    if engine.using_bf16_optimizer:
+        engine.optimizer.clear_lp_grads()
+    engine._running_engine_backward = True
+    try:
+        torch.autograd.backward(outputs, gradients)
+    finally:
+        engine._running_engine_backward = False
+    if engine.using_bf16_optimizer:
+        engine.optimizer.update_hp_grads(clear_lp_grads=False)
 
 
 def share_of(whole: torch.Tensor, mesh: Mesh) -> torch.Tensor:

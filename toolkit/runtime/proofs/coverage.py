@@ -82,7 +82,8 @@ class Result:
     """Result of one type under one strategy."""
 
     status: str
-    """`ok`, `refused` or `mismatch`; `untrainable` if one process can't train it."""
+    """`ok`, `refused`, `mismatch`, or `timeout` without an answer in time; `untrainable` if one process can't train it,
+    and `timeout` under every strategy if one process gave no answer."""
     reason: str = ""
     loss_difference: float | None = None
     norm_difference: float | None = None
@@ -160,7 +161,8 @@ def judge(section: Model, train: Train, expected: Trajectory, results: list[Any]
     """Compare what ranks returned with one process; where they differ, ask how far rounding alone goes."""
     failure = first_failure(results)
     if failure is not None:
-        return Result(status="refused" if failure.refused else "mismatch", reason=failure.reason)
+        status = "timeout" if failure.late else "refused" if failure.refused else "mismatch"
+        return Result(status=status, reason=failure.reason)
     found: Trajectory = results[0]
     loss = largest_difference(expected.loss, found.loss)
     norm = largest_difference(expected.grad_norm, found.grad_norm)

@@ -28,7 +28,6 @@ from toolkit.runtime.models.build import (
     SplitRefused,
     emptied,
     fill,
-    find_layers,
     hollow_model,
     skeleton,
     unadapted,
@@ -37,7 +36,7 @@ from toolkit.runtime.models.first_weights import ADAPTED
 from toolkit.runtime.models.loss import Loss, summed_loss
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.models.parameter_shards import Layout, holds_experts, layout_of
-from toolkit.runtime.pipeline.split import StageSplit, analyse
+from toolkit.runtime.pipeline.split import StageSplit, analyse, layer_lists
 from toolkit.runtime.pipeline.stage import Stage
 from toolkit.runtime.pipeline.weight_gradients import WeightGradients
 from toolkit.runtime.proofs.thread_ranks import ThreadExpertGroup, ThreadGroup, ThreadRing, thread_groups
@@ -107,8 +106,17 @@ def _verdict(whole: Unsplit | Verdict, axes: Axes) -> Verdict:
 
 
 def _compare(whole: Unsplit, axes: Axes) -> Verdict:
+    if axes.pp == 1:
+        return _compare_split(whole, axes, None)
+    for bounds in _bounds(whole.tiny, axes.pp):
+        split = analyse(emptied(hollow_model(whole.tiny, SEED)), bounds)
+        if not (verdict := _compare_split(whole, axes, split)).ok:
+            return verdict
+    return Verdict(True)
+
+
+def _compare_split(whole: Unsplit, axes: Axes, split: StageSplit | None) -> Verdict:
     by_tokens, groups = axes.sp * axes.cp > 1, _places(axes)
-    split = _split(whole.tiny, axes.pp) if axes.pp > 1 else None
     parts = [_part(whole, group[0] if axes.tp > 1 else None, split, axes) for group in groups]
     if axes.weights_later:
         parts = [replace(part, later=WeightGradients(torch.nn.ModuleList(part.pieces))) for part in parts]
@@ -201,6 +209,8 @@ class _Part:
     loss: Loss = summed_loss
     later: WeightGradients | None = None
     """Gradients of weights that are computed after those of inputs."""
+    sends_alike: bool = False
+    """Whether tensor ranks send the same values to the next stage, of which each sends a share."""
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -208,9 +218,18 @@ class _Part:
         return [piece.model if isinstance(piece, Stage) else piece for piece in self.pieces]
 
 
-def _split(tiny: Model, pp: int) -> StageSplit:
-    bounds = even_bounds(len(find_layers(skeleton(tiny))[1]), pp)
-    return analyse(emptied(hollow_model(tiny, SEED)), bounds)
+def _bounds(tiny: Model, pp: int) -> list[tuple[int, ...]]:
+    """Bounds of stages to prove.
+
+    Of an encoder-decoder all kinds of boundaries: in the encoder, after it, in the decoder, and a stage with the end of
+    one and the beginning of the other.
+    """
+    lengths = [len(layers) for layers in layer_lists(skeleton(tiny)).values()]
+    encoder, layers = lengths[0], sum(lengths)
+    if encoder == layers:
+        return [even_bounds(layers, pp)]
+    first, last = encoder // 2, (encoder + layers) // 2
+    return [(0, first, encoder, last, layers), (0, first, last, layers)]
 
 
 def _part(whole: Unsplit, group: TensorGroup | None, split: StageSplit | None, axes: Axes) -> _Part:
@@ -222,7 +241,7 @@ def _part(whole: Unsplit, group: TensorGroup | None, split: StageSplit | None, a
         fill(model, whole.weights)
         return _Part([_finished(model, group, whole.kind)], loss)
     stages = []
-    for index in range(axes.pp):
+    for index in range(split.stages):
         model = emptied(hollow_model(tiny, SEED))
         owned = _owned_by(split.owners, index, ADAPTED if tiny.lora else "")
         loss = cut(model, group, owned)
@@ -230,7 +249,7 @@ def _part(whole: Unsplit, group: TensorGroup | None, split: StageSplit | None, a
         stage.parameters_by_name = fill(model, whole.weights, stage.parameters_by_name)
         _finished(model, group, whole.kind)
         stages.append(stage)
-    return _Part(stages)
+    return _Part(stages, sends_alike=group is not None and not axes.sequence_sharded)
 
 
 def _owned_by(owners: Any, stage: int, prefix: str) -> Callable[[str], bool]:
@@ -271,6 +290,8 @@ def _run(part: _Part, own: Slice | None, groups: Sequence[ThreadGroup], micro: M
             for stage in part.pieces:
                 stage.feed([micro], 1.0)
                 value = stage(value)
+                if part.sends_alike:
+                    _check_alike(value, groups[0])
             loss = value
         with part.later.collecting(ALL) if part.later else contextlib.nullcontext():
             loss.backward()  # type: ignore[no-untyped-call]
@@ -281,6 +302,14 @@ def _run(part: _Part, own: Slice | None, groups: Sequence[ThreadGroup], micro: M
         for group in groups:
             group.give_up()
         raise
+
+
+def _check_alike(value: Any, group: ThreadGroup) -> None:
+    """Raise if tensor ranks have different values for the next stage, which gets a share of them from each rank."""
+    for tensor in value if isinstance(value, tuple) else (value,):
+        own, *others = group.gather(tensor.double())
+        if any(float((own - other).norm()) > TOLERANCE * float(own.norm()) for other in others):
+            raise SplitRefused("tensor ranks have different values where a stage ends, and would each send a share")
 
 
 def _wrong(parts: Sequence[Any], expected: Gradients) -> list[str]:

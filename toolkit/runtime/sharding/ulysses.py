@@ -43,6 +43,36 @@ class SequenceRefused(NoPlanFits):
     """The model's attention can't be split by sequence; the message gives the reason."""
 
 
+class MaskRead(SequenceRefused, AttributeError):
+    """A model computes with a mask that it does not have here; to `hasattr`, the mask lacks an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "its attention computes with the mask of all pairs of tokens itself, to select keys or to add scores, and "
+            "ranks that share a sequence have no such mask"
+        )
+
+
+class SharedMask(DocumentMask):
+    """Documents of complete rows in the place of a mask. A model that uses it as a tensor is refused."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MaskRead
+
+    def __getitem__(self, place: Any) -> Any:
+        raise MaskRead
+
+    def __add__(self, other: Any) -> Any:
+        raise MaskRead
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, *given: Any) -> Any:
+        """Called by torch for every operator that gets the mask."""
+        raise MaskRead
+
+
 class SequenceGroup(TensorGroup):
     """The ranks that share the tokens of a sequence."""
 
@@ -214,7 +244,7 @@ def _document_mask(**given: Any) -> DocumentMask:
     mask = current_mask(given["mask_function"], padded=False)
     if mask is None:
         raise SequenceRefused("the model has a mask of its own, which can't be split by sequence")
-    return mask
+    return SharedMask(mask.documents, mask.causal, mask.window)
 
 
 class _Exchange(torch.autograd.Function):

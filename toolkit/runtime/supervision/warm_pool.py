@@ -131,6 +131,8 @@ class Failure:
     """The traceback."""
     refused: bool = False
     """Whether the error is a refusal: a `ToolkitError`, whose reason is meant for the user."""
+    late: bool = False
+    """Whether it had not ended when the time was over, and no other rank had failed."""
 
 
 def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_seconds: float = 120.0) -> list[Any]:
@@ -149,11 +151,13 @@ def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_
             time.sleep(POLL_SECONDS)
             if any(p.exitcode for p in processes):  # the others would wait for the failed rank
                 deadline = min(deadline, time.monotonic() + 2.0)
+        failed = any(p.exitcode for p in processes)
+        limit = 0.0 if failed else timeout_seconds
         for process in processes:
             if process.is_alive():
                 process.kill()
             process.join()
-        return [_result(directory / str(rank), rank, timeout_seconds) for rank in range(nproc)]
+        return [_result(directory / str(rank), rank, limit) for rank in range(nproc)]
 
 
 def first_failure(results: list[Any]) -> Failure | None:
@@ -162,9 +166,11 @@ def first_failure(results: list[Any]) -> Failure | None:
     return max(failures, key=lambda f: (f.refused, bool(f.details)), default=None)
 
 
-def _result(path: Path, rank: int, timeout_seconds: float) -> Any:
+def _result(path: Path, rank: int, limit_seconds: float) -> Any:
+    """What a rank has returned; `limit_seconds`: the time that was over, 0 if a rank failed before."""
     if not path.exists():
-        return Failure(rank, f"no answer within {timeout_seconds:.0f} s, or ended with another rank")
+        reason = f"no answer within {limit_seconds:.0f} s" if limit_seconds else "ended without an answer"
+        return Failure(rank, reason, late=limit_seconds > 0)
     return pickle.loads(path.read_bytes())  # noqa: S301 - written by our own processes
 
 
