@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
+# Before anything imports torch, and inherited by every process that a test starts: threads of OpenMP that wait for
+# work sleep. By default they spin, and on cores that other tests need that costs up to ten times the work itself.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from tests.helpers import launching_page

@@ -12,12 +12,15 @@ def main() -> int:
     text = sys.stdin.read()  # before the imports, which take seconds: whoever asked may have been stopped meanwhile
     if not text:
         return 1
+    import torch
+
     from toolkit.plans.split_verdicts import Axes
     from toolkit.recipe.model_section import Lora, Model
     from toolkit.runtime.proofs.coverage import try_autotp
     from toolkit.runtime.proofs.split_proof import prove
     from toolkit.runtime.proofs.unsplit import tiny_model_section
 
+    torch.set_num_threads(1)  # models are tiny and ranks are threads: more would only wait for each other
     question = json.loads(text)
     given, axes = question["model"], Axes(**question["axes"])
     section = Model(**{**given, "lora": Lora(**given["lora"]) if given["lora"] else None})
