@@ -21,12 +21,14 @@ from tests.helpers import launching_page
 from toolkit.launching import environment, launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision.warm_pool import Enter, run_warm, warm_context
+from toolkit.runtime.supervision.warm_pool import Enter, preload, run_warm
 from toolkit.sessions.resolve import resolve
 
 environment.enter_processor_environment()  # tests compute in this process, too
-# Tests of adapters fork dozens of workers, each of which would import peft for three seconds.
-warm_context().set_forkserver_preload(["toolkit.preload", "peft"])
+# Tests of adapters fork dozens of workers, each of which would import peft for three seconds; and each of thousands of
+# workers would import its model.
+MODELS = ("llama", "gpt2", "mixtral", "qwen3", "gpt_oss", "gemma2", "bert")
+preload("peft", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 

@@ -173,16 +173,16 @@ def _run(args: argparse.Namespace, rank: Rank) -> None:
     if resolved is None:
         run = RunDir(args.run_dir)
         pulse = rank.settle(run)
-        _choose_algorithm(layout.read(run).recipe)
+        spec = layout.read(run)
+        _choose_algorithm(spec.recipe)
         process_group.join(world, meeting, rank.warn, network)
     else:
         _choose_algorithm(resolved.recipe)
         process_group.join(world, meeting, rank.warn, network)
         run = _prepare(resolved, args.run_dir, rank)
         pulse = rank.settle(run)
-    run_rank(
-        layout.read(run), run, world, RankContext(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ))
-    )
+        spec = layout.read(run)
+    run_rank(spec, run, world, RankContext(rank.terminal.out, rank.stop, pulse, Membership.from_env(os.environ)))
 
 
 def _resolve(recipe: Recipe) -> Resolved:
