@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from tests.helpers import launching_page
 from toolkit.launching import environment, launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision.warm_pool import Enter, preload, run_warm
+from toolkit.runtime.supervision import supervise
+from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess, preload, run_warm
 from toolkit.sessions.resolve import resolve
 
 environment.enter_processor_environment()  # tests compute in this process, too
@@ -141,3 +143,9 @@ def train(recipe_mapping: dict[str, Any], tmp_path: Path) -> Trainer:
         return Finished(directory, codes)
 
     return run
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a test calls start warm workers: for tests that are not about how a worker starts."""
+    monkeypatch.setattr(supervise, "run_all", functools.partial(supervise.run_all, start=WarmProcess.start))
