@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+gc.disable()  # until all tests are imported: imports make next to no garbage, and looking for it takes seconds
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
 # Before anything imports torch, and inherited by every process that a test starts: threads of OpenMP that wait for
 # work sleep. By default they spin, and on cores that other tests need that costs up to ten times the work itself.
@@ -56,6 +58,8 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first; the order within a file stays."""
+    gc.freeze()  # what has been imported is no garbage, whenever a test has it collected
+    gc.enable()
     tests = Path(__file__).parent
     places = {tests / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
