@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-gc.disable()  # until all tests are imported: imports make next to no garbage, and looking for it takes seconds
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
 # Before anything imports torch, and inherited by every process that a test starts: threads of OpenMP that wait for
 # work sleep. By default they spin, and on cores that other tests need that costs up to ten times the work itself.
@@ -28,6 +27,7 @@ from toolkit.runtime.supervision import supervise
 from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess, preload, run_warm
 from toolkit.sessions.resolve import resolve
 
+gc.disable()  # until all tests are imported: imports make next to no garbage, and looking for it takes seconds
 environment.enter_processor_environment()  # tests compute in this process, too
 # Tests of adapters fork dozens of workers, each of which would import peft for three seconds; and each of thousands of
 # workers would import its model.
