@@ -32,7 +32,7 @@ def build(cls: type[T], given: Any, path: str, problems: list[Problem]) -> T:
         problems.append(Problem(path or "recipe", f"{show(given)} given; a mapping of keys is required"))
         return typing.cast(T, INVALID)
     known = {f.name: f for f in fields(typing.cast(Any, cls))}
-    hints = _hints(cls)
+    hints = _hints(typing.cast(Any, cls))
     before = len(problems)
     for key in given:
         if key not in known:

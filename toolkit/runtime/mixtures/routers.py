@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def find_routers(model: torch.nn.Module) -> list[Router]:
     for name, module in model.named_modules():
         for recorder in recorders:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
-                found[name] = Router(name, module, recorder.index, _is_sigmoid(type(module)))
+                found[name] = Router(name, module, recorder.index, _is_sigmoid(type(module).forward))
     return list(found.values())
 
 
@@ -94,9 +94,9 @@ def _recorders(owner: torch.nn.Module) -> Iterator[OutputRecorder]:
 
 
 @functools.cache
-def _is_sigmoid(kind: type[torch.nn.Module]) -> bool:
+def _is_sigmoid(forward: Callable[..., Any]) -> bool:
     """Whether a router's own code takes sigmoids; configs have no common key for it."""
-    return "sigmoid" in inspect.getsource(kind.forward)
+    return "sigmoid" in inspect.getsource(forward)
 
 
 def read_output(router: Router, output: Any) -> Routed | None:
