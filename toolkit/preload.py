@@ -4,6 +4,7 @@ import gc
 import json
 
 import deepspeed.module_inject.auto_ep_layer
+import numpy.ma  # noqa: F401 - imported by numpy when a set of numbers is made
 import transformers.models.auto.modeling_auto  # noqa: F401
 from deepspeed.runtime.config_utils import ScientificNotationEncoder
 
