@@ -17,7 +17,7 @@ WINDOW = 5
 """Tokens of a sliding window: fewer than a tiny sequence has, else the window would cut nothing off."""
 CHUNK = 8
 """Tokens of a chunk of a Mamba layer. Of the usual 256, a tiny sequence would fill a part of one, and the rest would be
-computed as padding, for most of the time of a proof."""
+computed as padding."""
 
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_dim", "word_embed_proj_dim")
 _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim")
