@@ -23,6 +23,9 @@ TEST_PACKAGES := iproute2 openssh-server openssh-client pdsh munge slurmctld slu
 demo: $(DEMO_INSTALLED)
 	$(BIN)/toolkit train recipes/demo.yaml --nproc 2
 
+# Containers often set it. Then every process that a test starts would compile the toolkit again, for a second of CPU.
+test quick: export PYTHONDONTWRITEBYTECODE =
+
 # Two files at a time: tests wait for processes to start, to time out and to end more than they compute.
 test: $(INSTALLED) $(LIGER) $(S3) test-packages
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 25

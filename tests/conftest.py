@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -12,18 +14,25 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything imports the hub's client: no test needs the network
+# Before anything imports torch, and inherited by every process that a test starts: threads of OpenMP that wait for
+# work sleep. By default they spin, and on cores that other tests need that costs up to ten times the work itself.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from benchmarks.harness.tiny_llama import TINY_LLAMA
 from tests.helpers import launching_page
 from toolkit.launching import environment, launchers
 from toolkit.recipe.file import make_recipe
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.supervision.warm_pool import Enter, run_warm, warm_context
+from toolkit.runtime.supervision import supervise
+from toolkit.runtime.supervision.warm_pool import Enter, WarmProcess, preload, run_warm
 from toolkit.sessions.resolve import resolve
 
+gc.disable()  # until all tests are imported: imports make next to no garbage, and looking for it takes seconds
 environment.enter_processor_environment()  # tests compute in this process, too
-# Tests of adapters fork dozens of workers, each of which would import peft for three seconds.
-warm_context().set_forkserver_preload(["toolkit.preload", "peft"])
+# Tests of adapters fork dozens of workers, each of which would import peft for three seconds; and each of thousands of
+# workers would import its model.
+MODELS = ("llama", "gpt2", "mixtral", "qwen3", "gpt_oss", "gemma2", "bert")
+preload("peft", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
@@ -49,6 +58,8 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first; the order within a file stays."""
+    gc.freeze()  # what has been imported is no garbage, whenever a test has it collected
+    gc.enable()
     tests = Path(__file__).parent
     places = {tests / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
@@ -136,3 +147,9 @@ def train(recipe_mapping: dict[str, Any], tmp_path: Path) -> Trainer:
         return Finished(directory, codes)
 
     return run
+
+
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a test calls start warm workers: for tests that are not about how a worker starts."""
+    monkeypatch.setattr(supervise, "run_all", functools.partial(supervise.run_all, start=WarmProcess.start))

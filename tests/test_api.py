@@ -33,6 +33,7 @@ def test_a_shipped_recipe_as_a_tiny_model_and_its_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 def test_train_resume_and_the_trained_model(
     recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -52,6 +53,7 @@ def test_train_resume_and_the_trained_model(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 def test_the_model_of_a_classification_run_has_its_head(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
     config = {
         "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -71,6 +73,7 @@ def test_the_model_of_a_classification_run_has_its_head(recipe_mapping: dict[str
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_workers")
 def test_errors_are_one_readable_exception(recipe_mapping: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"did you mean train\.steps"):
         toolkit.train(recipe_mapping, "train.sterps=3", nproc=2)

@@ -44,6 +44,7 @@ def steps(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_another_strategy_and_world_size_resume(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

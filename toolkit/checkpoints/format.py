@@ -13,7 +13,6 @@ No file contains executable code, and no name in a file can point outside the di
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -30,6 +29,7 @@ from toolkit.checkpoints import element_runs
 from toolkit.checkpoints.element_runs import Region
 from toolkit.errors import BadInput, Problem
 from toolkit.units import GIB, MIB
+from toolkit.verdicts import installed
 
 FORMAT = "toolkit-checkpoint-1"
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
@@ -335,10 +335,5 @@ PACKAGES = ("torch", "deepspeed", "transformers", "safetensors", "numpy", "peft"
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a checkpoint is written with."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = zip(PACKAGES, installed(PACKAGES), strict=True)
+    return {"python": platform.python_version()} | {package: version for package, version in found if version}

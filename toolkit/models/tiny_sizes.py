@@ -15,6 +15,9 @@ VOCABULARY = 128
 POSITIONS = 128
 WINDOW = 5
 """Tokens of a sliding window: fewer than a tiny sequence has, else the window would cut nothing off."""
+CHUNK = 8
+"""Tokens of a chunk of a Mamba layer. Of the usual 256, a tiny sequence would fill a part of one, and the rest would be
+computed as padding."""
 
 _WIDTH_KEYS = ("hidden_size", "n_embd", "d_model", "dim", "embedding_dim", "word_embed_proj_dim")
 _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim")
@@ -42,6 +45,7 @@ _SIZES = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
     "mamba_d_state": 8,
+    "mamba_chunk_size": CHUNK,
     "attn_layer_period": 2,
     "attn_layer_offset": 1,
     "pad_token_id": 0,
@@ -51,6 +55,7 @@ _SIZES = {
 OF_TYPE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": _SIZES["qk_rope_head_dim"]},
+    "nemotron_h": {"chunk_size": CHUNK},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
@@ -58,7 +63,8 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 """Sizes that the code of a type (transformers 5.22.2) insists on: keys that its default config leaves empty (kinds of
-layers are repeated for all layers), the rotated part of a head under a second name, the only number of visits."""
+layers are repeated for all layers), the rotated part of a head under a second name, the only number of visits; and a
+size under a name that means something else in other types."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import types
 import typing
@@ -31,7 +32,7 @@ def build(cls: type[T], given: Any, path: str, problems: list[Problem]) -> T:
         problems.append(Problem(path or "recipe", f"{show(given)} given; a mapping of keys is required"))
         return typing.cast(T, INVALID)
     known = {f.name: f for f in fields(typing.cast(Any, cls))}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(typing.cast(Any, cls))
     before = len(problems)
     for key in given:
         if key not in known:
@@ -45,6 +46,12 @@ def build(cls: type[T], given: Any, path: str, problems: list[Problem]) -> T:
         if name not in given and f.default is MISSING and f.default_factory is MISSING:
             problems.append(Problem(join(path, name), "required, but not given"))
     return typing.cast(T, INVALID) if len(problems) > before else cls(**values)
+
+
+@functools.cache
+def _hints(cls: type) -> Mapping[str, Any]:
+    """Types of the fields; kept, because Python evaluates every annotation anew."""
+    return typing.get_type_hints(cls)
 
 
 def _check(kind: Any, value: Any, path: str, f: Field[Any], problems: list[Problem]) -> Any:

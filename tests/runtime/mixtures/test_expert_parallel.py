@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.harness.checkpoint_layouts import assert_equal, resume_and_copy
-from tests.conftest import Trainer
+from tests.conftest import Finished, Trainer
 from tests.helpers.parallel import ADAM, ONE, SGD, assert_same, engine_of, model, run, train_as_rank
 from toolkit.checkpoints import store
 from toolkit.plans.plan import Plan
@@ -216,6 +216,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def origins() -> dict[str, Finished]:
+    """Uninterrupted runs by layout, made when first asked for."""
+    return {}
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -229,10 +235,12 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         ("experts x pipeline", "data_parallel"),
     ],
 )
-def test_checkpoints_hold_whole_experts(train: Trainer, tmp_path: Any, first: str, second: str) -> None:
+def test_checkpoints_hold_whole_experts(train: Trainer, origins: dict[str, Finished], first: str, second: str) -> None:
     config = f"model.config={MIXTRAL}"
     (nproc, axes), (other_nproc, other_axes) = LAYOUTS[first], LAYOUTS[second]
-    origin = train(*BASE, config, *axes, nproc=nproc, into=tmp_path / "origin")
+    if first not in origins:
+        origins[first] = train(*BASE, config, *axes, nproc=nproc)
+    origin = origins[first]
     saved = store.path_of(origin.run.checkpoints, 4)
     resume = (f"checkpoint.resume={saved}",)
     done = train(*BASE, config, *other_axes, *resume, nproc=other_nproc, enter=resume_and_copy)

@@ -35,6 +35,7 @@ def test_what_is_not_exact_is_refused_with_the_figures() -> None:
     assert "fails under AutoTP" in failed.reason
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_recipe_asks_for_it_and_it_is_tried_first(
     recipe_mapping: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,9 @@ def _reports(directory: Path) -> list[RoleReport]:
 
 def main(argv: Sequence[str]) -> int:
     """Rehearse each (IN, OUT, LOG) in a process of its own."""
-    from toolkit.runtime.rehearsal import server
+    from toolkit.runtime.rehearsal import server, stand_ins
 
+    stand_ins.import_all()
     for first in range(0, len(argv), 3):
         child = os.fork()
         if child == 0:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +83,7 @@ def find_routers(model: torch.nn.Module) -> list[Router]:
     for name, module in model.named_modules():
         for recorder in recorders:
             if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
-                found[name] = Router(name, module, recorder.index, _is_sigmoid(module))
+                found[name] = Router(name, module, recorder.index, _is_sigmoid(type(module).forward))
     return list(found.values())
 
 
@@ -92,9 +93,10 @@ def _recorders(owner: torch.nn.Module) -> Iterator[OutputRecorder]:
     yield from (one for one in (given if isinstance(given, list) else [given]) if isinstance(one, OutputRecorder))
 
 
-def _is_sigmoid(module: torch.nn.Module) -> bool:
-    """Whether the router's own code takes sigmoids; configs have no common key for it."""
-    return "sigmoid" in inspect.getsource(type(module).forward)
+@functools.cache
+def _is_sigmoid(forward: Callable[..., Any]) -> bool:
+    """Whether a router's own code takes sigmoids; configs have no common key for it."""
+    return "sigmoid" in inspect.getsource(forward)
 
 
 def read_output(router: Router, output: Any) -> Routed | None:

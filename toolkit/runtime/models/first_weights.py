@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
 from toolkit.errors import BadInput
@@ -83,7 +83,7 @@ class ScratchWeights:
         """A skeleton's buffers are new already."""
 
     def _initialised(self, unit: str) -> torch.nn.Module:
-        module = _blank_copy(self._model.get_submodule(unit))
+        module = _blank_copy(self._model.get_submodule(unit), self._model.config)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             _seed_host(_seed_of(self._seed, unit))
             _initialise(module, _initialiser(self._model, unit))
@@ -278,7 +278,7 @@ def fresh_tensors(model: PreTrainedModel, names: Iterable[str], seed: int) -> di
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         _seed_host(seed)
         for place in dict.fromkeys(name.rpartition(".")[0] for name in names):
-            module = _blank_copy(model.get_submodule(place))
+            module = _blank_copy(model.get_submodule(place), model.config)
             _initialise(module, model)
             found |= {f"{place}.{key}": parameter.detach() for key, parameter in module.named_parameters()}
     return found
@@ -321,9 +321,9 @@ def _seed_of(seed: int, unit: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{unit}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _blank_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a skeleton's module with parameters on the host."""
-    module = copy.deepcopy(module)
+def _blank_copy(module: torch.nn.Module, config: PretrainedConfig) -> torch.nn.Module:
+    """A copy of a skeleton's module with parameters on the host. The model's config is shared, not copied."""
+    module = copy.deepcopy(module, {id(config): config})
     for part in module.modules():
         for key, parameter in part._parameters.items():
             if parameter is not None and parameter.is_meta:

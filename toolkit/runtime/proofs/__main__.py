@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import asdict
@@ -12,12 +13,17 @@ def main() -> int:
     text = sys.stdin.read()  # before the imports, which take seconds: whoever asked may have been stopped meanwhile
     if not text:
         return 1
+    gc.disable()  # imports make next to no garbage, and looking for it takes an eighth of their time
+    import torch
+
     from toolkit.plans.split_verdicts import Axes
     from toolkit.recipe.model_section import Lora, Model
     from toolkit.runtime.proofs.coverage import try_autotp
     from toolkit.runtime.proofs.split_proof import prove
     from toolkit.runtime.proofs.unsplit import tiny_model_section
 
+    gc.enable()
+    torch.set_num_threads(1)  # models are tiny and ranks are threads: more would only wait for each other
     question = json.loads(text)
     given, axes = question["model"], Axes(**question["axes"])
     section = Model(**{**given, "lora": Lora(**given["lora"]) if given["lora"] else None})

@@ -59,6 +59,7 @@ def prepare(spec: RehearsalSpec) -> None:
 def import_all() -> None:
     """Import what every rank needs: several seconds, paid once."""
     process_group.skip_inference_build()
+    process_group.compile_on_first_call()
     for module in WRAPPERS:
         importlib.import_module(module)
 

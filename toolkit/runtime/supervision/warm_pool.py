@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from toolkit.launching import private_network
 from toolkit.launching.environment import free_port, set_safe_path, use_loopback
 from toolkit.launching.launchers import WORKER, Command, private_directory, private_meeting
 
-POLL_SECONDS = 0.01
 GRACE_SECONDS = 5.0
 
 
@@ -45,11 +45,11 @@ def _run_forked(commands: Sequence[Command], target: Enter) -> list[int]:
     for process in processes:
         process.start()
     try:
-        while any(process.is_alive() for process in processes):
+        while running := [process for process in processes if process.is_alive()]:
             if any(process.exitcode for process in processes):
                 _await(processes)
                 break
-            time.sleep(POLL_SECONDS)
+            wait([process.sentinel for process in running])
     finally:
         for process in processes:
             if process.is_alive():
@@ -107,8 +107,8 @@ def preload(*modules: str) -> None:
 
 def _await(processes: Sequence[ForkServerProcess]) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-        time.sleep(POLL_SECONDS)
+    while time.monotonic() < deadline and (running := [process for process in processes if process.is_alive()]):
+        wait([process.sentinel for process in running], deadline - time.monotonic())
 
 
 def enter_worker(argv: tuple[str, ...], env: dict[str, str]) -> None:
@@ -147,8 +147,8 @@ def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout_seconds
-        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        while time.monotonic() < deadline and (running := [p for p in processes if p.is_alive()]):
+            wait([p.sentinel for p in running], deadline - time.monotonic())
             if any(p.exitcode for p in processes):  # the others would wait for the failed rank
                 deadline = min(deadline, time.monotonic() + 2.0)
         failed = any(p.exitcode for p in processes)
