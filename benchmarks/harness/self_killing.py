@@ -86,7 +86,7 @@ def poison_stage(argv: tuple[str, ...], env: dict[str, str]) -> None:
         original(self, batch, weight)
         steps[0] += 1
         if steps[0] == 3:
-            name = f"{self.split.layers}.{self.split.bounds[self.index]}.self_attn"
+            name = f"{self.split.layers[0]}.{self.split.bounds[self.index]}.self_attn"
             self.model.get_submodule(name).register_forward_hook(spoil)
 
     def spoil(module: Any, inputs: Any, output: Any) -> Any:
