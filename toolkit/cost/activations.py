@@ -65,7 +65,7 @@ where operators are fused (BigScience: memory by micro-batch)."""
 LIVE_GRADIENTS_OF_ACTIVATIONS = 0.15
 """Their share in live bytes, where activations are freed as gradients come (counted on Hugging Face's Llama)."""
 BIAS_GRADIENTS = 2
-"""Further copies of the biases of both attentions when a decoder layer is recomputed (counted on T5)."""
+"""Further copies of the biases of both attentions when a decoder layer is recomputed (fitted to one run of T5)."""
 INPUTS_ON_DEVICE = 2
 """Layer inputs on the device if they are kept on the host: that of the layer in use, and the next one on its way."""
 FLASH_STATS_BYTES = 4.0

@@ -52,6 +52,7 @@ def test_boundaries_anywhere_under_sgd_with_a_tight_clip(where: str) -> None:
         ("pegasus", {"dp": 2, "grad_accum": 2, "zero_stage": 1, "zero_group": 2}),
         ("blenderbot", {"strategy": "hybrid", "tp": 2}),
         ("t5", {"strategy": "hybrid", "tp": 2, "zero_stage": 1, "zero_group": 1}),
+        ("t5", {"strategy": "hybrid", "tp": 2, "dp": 2, "grad_accum": 2, "zero_stage": 1, "zero_group": 2}),
     ],
 )
 def test_schedules_recompute_and_tensor_shards(kind: str, axes: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ def test_splits_that_are_proven_together_share_the_unsplit_model(monkeypatch: py
         ("bert", "embedding", Axes(2, 2, 1)),
         ("bert", "embedding", Axes(1, 1, 2)),
         ("vit", "image-classification", Axes(2, 3, 1)),
+        ("t5", "seq2seq", Axes(2, 1, 1)),
         ("t5", "seq2seq", Axes(2, 2, 1)),
         ("mbart", "seq2seq", Axes(1, 3, 1, weights_later=True)),
     ],
