@@ -59,7 +59,8 @@ class Model:
     kernels: Literal["auto", "none", "liger"] = "auto"
     """Fused kernels for norms, rotary embeddings and gated MLPs. `liger`: those of liger-kernel that a trial on a tiny
     model shows to be exact; `auto`: the same on GPUs where it is installed, and on CPUs in fp32 norms and rotary
-    embeddings in plain torch with fewer passes over memory."""
+    embeddings in plain torch with fewer passes over memory, and oneDNN's matrix products on AMD processors with
+    AVX-512."""
     compile: Literal["none", "layers"] = "none"
     """`layers`: torch.compile for each decoder layer, if a trial on a tiny model shows one graph per layer and the same
     results. Not under ZeRO 3. Slow to start: minutes on busy cores; no gain was measured on CPUs."""

@@ -16,6 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.helpers.parallel import model
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.layers import fused_kernels, host_kernels
+from toolkit.runtime.machine import host_matmul
+
+MATMUL = () if host_matmul.why_not() else (host_matmul.NAME,)
+"""What every fp32 model uses on this processor."""
 
 
 def built(section: Model) -> Any:
@@ -73,13 +77,13 @@ def test_rotary_has_the_gradients_of_float64() -> None:
     ],
 )
 def test_types_use_what_agrees_with_them(kind: str, names: tuple[str, ...]) -> None:
-    assert fused_kernels.kernels_of(model(kind)) == names
+    assert fused_kernels.kernels_of(model(kind)) == (*MATMUL, *names)
 
 
 def test_half_precision_and_none_stay_plain() -> None:
     assert fused_kernels.kernels_of(replace(model("llama"), precision="bf16")) == ()
     assert fused_kernels.kernels_of(replace(model("llama"), kernels="none")) == ()
-    assert fused_kernels.kernels_of(replace(model("llama"), compile="layers")) == ()
+    assert fused_kernels.kernels_of(replace(model("llama"), compile="layers")) == MATMUL
 
 
 def test_a_norm_that_differs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 On GPUs they are Liger's, on CPUs those of `host_kernels.py`. Every kernel that there is for a model type is tried on a
 tiny model, on this machine's device, and left out with a line if results or gradients differ. Liger's losses are never
 used: the toolkit's own head computes the loss in blocks under vocabulary shards, in a pipeline's last stage and with
-scaled or capped logits, too, where Liger's can't.
+scaled or capped logits, too, where Liger's can't. Matrix products on CPUs are apart (`runtime/machine/host_matmul.py`):
+they depend on the processor only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
 from toolkit.runtime.layers import host_kernels
+from toolkit.runtime.machine import host_matmul
 from toolkit.runtime.models.attention import LARGEST, TOLERANCE, largest_difference, outcome, trial_batches
 from toolkit.runtime.models.build import load_config
 from toolkit.runtime.models.tiny_models import trial_config
@@ -38,10 +40,21 @@ LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 
 
 def kernels_of(section: Model) -> tuple[str, ...]:
-    """Names of the fused kernels that a recipe's model uses on this machine.
+    """Names of the kernels that a recipe's model uses on this machine in the place of torch's and transformers'.
 
     `BadInput` if they were asked for and can't run here.
     """
+    return (*_of_host(section), *_of_model(section))
+
+
+def _of_host(section: Model) -> tuple[str, ...]:
+    """Matrix products, which depend on the processor and not on the model."""
+    if section.kernels != "auto" or section.precision != "fp32" or not _on_host() or host_matmul.why_not():
+        return ()
+    return (host_matmul.NAME,)
+
+
+def _of_model(section: Model) -> tuple[str, ...]:
     if section.kernels == "none" or section.compile == "layers" or section.task not in (None, "causal-lm"):
         return ()  # compiled layers fuse their operators themselves
     if reason := why_not_here():
@@ -96,6 +109,11 @@ def install(model: Any, section: Model) -> None:
     """Make a recipe's model use its kernels. It may be hollow; layers of a pipeline must not be stand-ins yet."""
     names = kernels_of(section)
     base = model.get_base_model() if section.lora is not None else model
+    if _on_host():
+        host_matmul.switch(on=host_matmul.NAME in names)
+        if host_matmul.NAME in names:
+            _say_once("matrix products: oneDNN's, because MKL has none for the AVX-512 of this AMD processor")
+    names = tuple(name for name in names if name != host_matmul.NAME)
     if why_not_here():
         if _on_host():
             host_kernels.apply(base, names)  # without names: what a model before this one used is taken out

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from toolkit.launching.environment import set_safe_path
 from toolkit.runtime.distributed.rendezvous import Meeting
+from toolkit.runtime.machine import host_matmul
 from toolkit.units import GIB, KIB, MIB
 
 SIZES = (4 * KIB, 64 * KIB, MIB, 8 * MIB, 32 * MIB)
@@ -236,6 +237,7 @@ def _describe(world: int, device: torch.device) -> Measured:
 def _matmul_flops(clock: Stopwatch) -> float:
     """Best rate over a few sizes, in the dtype that training uses on the device."""
     sides = (4096, 8192) if clock.device.type == "cuda" else (256, 512, 1024)
+    host_matmul.switch(on=clock.device.type == "cpu" and not host_matmul.why_not())  # as `model.kernels: auto` does
     return max(_matmul_rate(side, clock) for side in sides)
 
 
