@@ -20,6 +20,8 @@ import torch
 NAME = "matmul"
 LEAST_PRODUCTS = 2**20
 """Multiplications of the smallest product that oneDNN computes: below, a call from Python costs more than it saves."""
+LEAST_SIDE = 8
+"""Rows and columns of the narrowest one: MKL is faster at a matrix times a vector."""
 TOLERANCE = 1e-6
 """Largest difference from float64, relative to the largest element, at which oneDNN is used."""
 CHECKED = ((96, 160, 112), (128, 96, 264))
@@ -75,12 +77,16 @@ def _replaced() -> torch.library.Library:
 
 
 def _is_large(left: torch.Tensor, right: torch.Tensor) -> bool:
+    (rows, inner), columns = left.shape, right.shape[1]
     fp32 = left.dtype is torch.float32 and right.dtype is torch.float32
-    return fp32 and left.shape[0] * left.shape[1] * right.shape[1] >= LEAST_PRODUCTS
+    return fp32 and min(rows, columns) >= LEAST_SIDE and rows * inner * columns >= LEAST_PRODUCTS
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    weight = right.t()
+    if not (weight.is_contiguous() or right.is_contiguous()):
+        weight = weight.contiguous()  # oneDNN 3.12 computes with a slice a thousand times more slowly
+    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(left, weight, bias, "none", [], "")
     return found
 
 
