@@ -20,7 +20,7 @@ from typing import Any
 from toolkit.errors import BadInput
 from toolkit.resources import user_cache
 
-COUNTER = "toolkit.runtime.models.meta_count"
+COUNTER = "toolkit.runtime.proofs.meta_count"
 MOST_SECONDS = 180
 """Longest time that counting may take; importing torch and transformers takes most of it."""
 

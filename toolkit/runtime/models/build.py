@@ -21,12 +21,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
 
 from toolkit.errors import BadInput, NoPlanFits, first_line
 from toolkit.recipe.model_section import Lora, Model
 from toolkit.runtime.distributed import rng
 from toolkit.runtime.models import attention
+from toolkit.runtime.models.adapters import with_adapters
 from toolkit.runtime.models.embedder import Embedder, prepared
 from toolkit.runtime.models.first_weights import (
     AdaptedWeights,
@@ -53,10 +53,6 @@ BUILDERS: dict[str | None, Any] = {
 """Model class of each task."""
 TRANSFORMERS_NAMES = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
 """`model.attention` → what a model is built with; the rest is set by `attention.install`."""
-LINEAR = (torch.nn.Linear, Conv1D)
-"""Kinds of linear layers in transformers' models."""
-ADAPTER_TASKS = {"classification": "SEQ_CLS", "seq2seq": "SEQ_2_SEQ_LM", "image-classification": None,
-                 "embedding": "FEATURE_EXTRACTION"}  # fmt: skip
 
 
 def load_config(section: Model) -> PretrainedConfig:
@@ -118,7 +114,7 @@ def hollow_model(section: Model, seed: int) -> PreTrainedModel:
             # Not on the meta device, to which peft 0.21 would move the adapters: a view of one number has no bytes.
             replace_parameter(where, parameter, torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape))
     rng.seed(seed)
-    return model if section.lora is None else _with_adapters(model, section.lora, section.task)
+    return model if section.lora is None else with_adapters(model, section.lora, section.task)
 
 
 def weights_of(model: PreTrainedModel, section: Model, seed: int, *, mapped: bool = False) -> Weights:
@@ -170,7 +166,7 @@ def build_model(section: Model, seed: int, *, dequantized: bool = False) -> PreT
     rng.seed(seed)
     if section.lora is None:
         return model
-    model = _with_adapters(model, section.lora, section.task)
+    model = with_adapters(model, section.lora, section.task)
     if section.lora.start == "pissa":
         fill(model, weights_of(model, section, seed))
     return model
@@ -299,46 +295,6 @@ def _made(section: Model, make: Callable[[PretrainedConfig, dict[str, Any]], Pre
     attention.install(model, section)
     freeze(model, section.freeze)
     return model
-
-
-def _with_adapters(model: PreTrainedModel, lora: Lora, task: str | None) -> PreTrainedModel:
-    """The frozen model with trainable low-rank adapters."""
-    from peft import LoraConfig, get_peft_model
-
-    linears = sorted({name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, LINEAR)})
-    modules, parameters = _targets(model, lora)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        modules_to_save=list(lora.modules_to_save) or None,
-        target_modules=modules,
-        target_parameters=parameters or None,
-        task_type=ADAPTER_TASKS.get(task or "", "CAUSAL_LM"),
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        known = f"{first_line(error)}; linear layers of this model: {', '.join([*linears, *_expert_tensors(model)])}"
-        raise BadInput("model.lora.targets", known) from None
-
-
-def _targets(model: PreTrainedModel, lora: Lora) -> tuple[str | list[str], list[str]]:
-    """Modules with adapters, and tensors of experts with adapters, which no module of their name holds."""
-    if isinstance(lora.targets, str):
-        return ("all-linear" if lora.targets == "auto" else lora.targets), []
-    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    tensors = [name for name in lora.targets if name not in modules and name in _expert_tensors(model)]
-    return [name for name in lora.targets if name not in tensors], tensors
-
-
-def _expert_tensors(model: PreTrainedModel) -> list[str]:
-    """Names of tensors that hold a matrix for every expert."""
-    return sorted(
-        {name.rpartition(".")[2] for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
-    )
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3

@@ -34,6 +34,7 @@ def tiny_config(base: PretrainedConfig, sizes: Sizes = USUAL, dropout: float = 0
     flags = {key: value for key, value in base.to_diff_dict().items() if _is_flag(key, value, base)}
     values = {key: value for key, value in small.items() if _has(base, key)}
     values |= OF_TYPE.get(base.model_type, {})
+    values = {key: value for key, value in values.items() if value is not None}
     kinds = base.to_dict().get("layer_types") or values.get("layer_types")
     if kinds:
         values["layer_types"] = [kind for _, kind in zip(range(sizes.layers), _cycle(kinds), strict=False)]

@@ -20,7 +20,7 @@ from toolkit.recipe.model_section import Model
 from toolkit.runtime.distributed import process_group, rng
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.layers import fused_kernels
-from toolkit.runtime.models import attention, build, head_loss
+from toolkit.runtime.models import adapters, attention, head_loss
 from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.first_weights import AdaptedWeights, Ranges
 from toolkit.runtime.models.parameter_shards import replace_parameter, sites
@@ -138,7 +138,7 @@ def quantized_model(section: Model, seed: int, *, dequantized: bool = False) -> 
             replace_parameter(where, parameter, torch.empty(parameter.shape, dtype=torch.float32, device=device))
     model.is_loaded_in_4bit = True
     rng.seed(seed)
-    return build._with_adapters(model, section.lora, section.task)
+    return adapters.with_adapters(model, section.lora, section.task)
 
 
 def _quantize(linear: Any, device: str) -> None:

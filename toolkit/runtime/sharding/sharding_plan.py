@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from toolkit.runtime.models.build import LINEAR
+from toolkit.runtime.models.adapters import LINEAR
 
 Styles = dict[str, str]
 """Module or parameter name → style."""

@@ -1,4 +1,4 @@
-"""Counts the parameters of a model on the meta device: `python -m toolkit.runtime.models.meta_count < config.json`.
+"""Counts the parameters of a model on the meta device: `python -m toolkit.runtime.proofs.meta_count < config.json`.
 
 For types that the planner's table lacks (`toolkit/models/meta_spec.py` starts it in a process of its own, because the
 planner must not import torch). It prints one line of JSON.
