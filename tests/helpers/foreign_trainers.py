@@ -17,8 +17,8 @@ class Batches:
     """The recipe's samples in the order in which our trainer takes them; labels are not shifted here."""
 
     def __init__(self, run: RunDir) -> None:
+        from toolkit.runtime.data.input_spec import input_spec_of
         from toolkit.runtime.data.load import load_data
-        from toolkit.runtime.models.input_spec import input_spec_of
 
         order = layout.read(run)
         self.recipe, self.plan = order.recipe, order.plan

@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 
 from tests.conftest import Trainer
 from toolkit.recipe.file import make_recipe
+from toolkit.runtime.data.input_spec import input_spec_of
 from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.pairs import PairRows
-from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.reference import TENSOR, ReferenceFile
 from toolkit.runtime.supervision.warm_pool import enter_worker
 

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     recipe = check(read_recipe(args), environment.environment(), plain(console))
     with contextlib.redirect_stdout(sys.stderr):  # libraries print banners; standard output is for the result
+        from toolkit.runtime.data.input_spec import input_spec_of
         from toolkit.runtime.data.load import load_data
-        from toolkit.runtime.models.input_spec import input_spec_of
 
         loaded = load_data(recipe, input_spec_of(recipe.model), terminal=console.file)
     steps = step_ids(recipe, loaded, args.steps, args.world)

@@ -30,6 +30,7 @@ from toolkit.runtime.checkpoint import resume
 from toolkit.runtime.checkpoint.resume import Say
 from toolkit.runtime.checkpoint.saver import Saver
 from toolkit.runtime.data.dataset import Dataset
+from toolkit.runtime.data.input_spec import input_spec_of
 from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.prefetch import Share
 from toolkit.runtime.data.sample_order import SampleOrder, gather_sample_ids
@@ -50,7 +51,6 @@ from toolkit.runtime.metrics.memory import MemoryMeter
 from toolkit.runtime.metrics.step_breakdown import StepMeter
 from toolkit.runtime.metrics.step_clock import Clock, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
-from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.objectives.contrastive_loss import RetrievalMeasures
 from toolkit.runtime.objectives.score_loss import RankMeasures
 from toolkit.runtime.observer import Observer

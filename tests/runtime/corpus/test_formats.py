@@ -17,8 +17,8 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.corpus.tokenizer import Bytes, HuggingFace, Tokenizer
 from toolkit.runtime.data.dataset import Dataset
+from toolkit.runtime.data.input_spec import InputSpec
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.models.input_spec import InputSpec
 from toolkit.runtime.models.micro_batch import IGNORE
 
 TAKES = InputSpec(vocab=300, num_labels=3, start=256)

@@ -14,9 +14,9 @@ from toolkit.cli import main
 from toolkit.errors import BadInput
 from toolkit.recipe.file import make_recipe
 from toolkit.runtime.data.groups import ABSENT, GroupRows
+from toolkit.runtime.data.input_spec import input_spec_of
 from toolkit.runtime.data.load import load_data
 from toolkit.runtime.data.pairs import PairRows
-from toolkit.runtime.models.input_spec import input_spec_of
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260,

@@ -13,8 +13,8 @@ from toolkit.errors import BadInput
 from toolkit.recipe.file import make_recipe
 from toolkit.recipe.sections import Data
 from toolkit.runtime.data.images import read_images
+from toolkit.runtime.data.input_spec import InputSpec
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.models.input_spec import InputSpec
 
 TAKES = InputSpec(num_labels=2, image_size=8, patches=5)
 SECTION = Data(format="image-classification")

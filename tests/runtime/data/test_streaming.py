@@ -19,8 +19,8 @@ from toolkit.runtime.corpus.formats import Format
 from toolkit.runtime.corpus.grouped_formats import make_format
 from toolkit.runtime.data import streaming
 from toolkit.runtime.data.dataset import Dataset
+from toolkit.runtime.data.input_spec import InputSpec
 from toolkit.runtime.data.load import load_data
-from toolkit.runtime.models.input_spec import InputSpec
 from toolkit.sessions.parity import largest_difference
 
 MAPPING = {

@@ -11,9 +11,9 @@ import torch
 from tests.helpers.parallel import model
 from toolkit.cost import activations
 from toolkit.runtime.models.attention import NAMES, forward
-from toolkit.runtime.models.attention_kernels import BIAS_COLUMNS, RegistryBloomAttention, with_bias
 from toolkit.runtime.models.build import build_model
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.registry_attention import BIAS_COLUMNS, RegistryBloomAttention, with_bias
 
 
 def scores(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:

@@ -111,9 +111,18 @@ def test_a_ring_of_tensor_shards_that_share_tokens_is_exact() -> None:
 
 
 def test_what_a_ring_lacks_is_refused_by_name() -> None:
-    verdict = prove(tiny_model("gemma2"), Axes(1, 1, 1, cp=2))
+    verdict = prove(tiny_model("doge"), Axes(1, 1, 1, cp=2))
     assert not verdict.ok
-    assert "a soft cap" in verdict.reason
+    assert "computes with the mask of all pairs of tokens itself" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "sp"), [("bloom", 1), ("bloom", 2), ("falcon", 1), ("gptj", 1), ("gpt_neo", 1), ("gemma2", 1)]
+)
+def test_attention_by_code_of_its_own_and_capped_scores_are_exact(kind: str, sp: int) -> None:
+    """ALiBi by the places of all tokens, local layers of GPT-Neo with their window, Gemma 2's soft cap."""
+    verdict = prove(tiny_model(kind), Axes(1, 1, sp, cp=2))
+    assert verdict.ok, verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from toolkit.recipe.sections import Data
 from toolkit.runtime.corpus import sources
 from toolkit.runtime.corpus.formats import label_number
 from toolkit.runtime.corpus.token_cache import class_names
-from toolkit.runtime.models.input_spec import InputSpec
+from toolkit.runtime.data.input_spec import InputSpec
 from toolkit.runtime.models.micro_batch import MicroBatch
 
 Picture = str | bytes

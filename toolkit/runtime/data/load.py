@@ -24,13 +24,13 @@ from toolkit.runtime.corpus.tokenizer import Bytes, Tokenizer, load_tokenizer
 from toolkit.runtime.data.dataset import Dataset, check_labels, mixed, split
 from toolkit.runtime.data.groups import GroupRows, mismatched
 from toolkit.runtime.data.images import read_images
+from toolkit.runtime.data.input_spec import InputSpec
 from toolkit.runtime.data.packing import BestFit, Pieces, check_isolated, cut, why_not_shared
 from toolkit.runtime.data.pairs import PairRows
 from toolkit.runtime.data.prefetch import AHEAD
 from toolkit.runtime.data.samples import Labelled, Padded, Samples, Stream, Synthetic
 from toolkit.runtime.data.streaming import Streamed, windows
 from toolkit.runtime.distributed.rank_zero_first import OncePerHost, SingleProcess
-from toolkit.runtime.models.input_spec import InputSpec
 
 
 def load_data(

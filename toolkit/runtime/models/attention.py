@@ -31,10 +31,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from toolkit.errors import BadInput, first_line
 from toolkit.recipe.model_section import Model
-from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask, install_biased
+from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend, by_mask
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.embedder import Embedder, noisy
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.registry_attention import set_function
 from toolkit.runtime.models.tiny_models import VOCABULARY, trial_config
 from toolkit.runtime.models.trials import tried
 
@@ -44,8 +45,6 @@ LARGEST = 20_000_000
 """Parameters of a tiny model above which its config has not become tiny."""
 NAMES = {kernel: f"documents_{number}" for number, kernel in enumerate(CHOICES)}
 """Kernel → name in transformers' registry; no name of a kernel, by which some models choose code of their own."""
-OWN_WAYS: dict[str, Callable[[PreTrainedModel, str], None]] = {"bloom": install_biased}
-"""How types with code of their own for attention are made to use a function of transformers' registry."""
 EXPECTED_SETTINGS = (
     *("position_ids", "is_causal", "sliding_window", "scaling", "dropout", "softcap", "s_aux"),
     "num_items_in_batch",  # for the loss; transformers' Trainer hands it through all layers
@@ -272,11 +271,7 @@ def install(model: Any, section: Model) -> None:
 
 def use(model: Any, kernel: str) -> bool:
     """Make a model use a kernel; False if its type has code of its own for attention."""
-    if model.config.model_type in OWN_WAYS:
-        OWN_WAYS[model.config.model_type](model, NAMES[kernel])
-    else:
-        model.set_attn_implementation(NAMES[kernel])
-    return bool(model.config._attn_implementation == NAMES[kernel])
+    return set_function(model, NAMES[kernel])
 
 
 def _leave_out_padding_check(model: torch.nn.Module) -> None:

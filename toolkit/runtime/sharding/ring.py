@@ -18,6 +18,8 @@ from torch.nn.functional import pad
 from toolkit.errors import first_line
 from toolkit.runtime.distributed.process_group import send_wait
 from toolkit.runtime.layers.recompute import kept_result
+from toolkit.runtime.models.attention_kernels import Request
+from toolkit.runtime.sharding import capped_blocks as capped
 from toolkit.runtime.sharding.ring_blocks import Block, Sees
 
 
@@ -72,26 +74,24 @@ class _Turn:
 
     scale: float
     """Of scores."""
+    softcap: float | None
+    """Scores become softcap × tanh(score / softcap)."""
     ring: RingGroup
     work: Work
 
 
 def ring_attention(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float | None,
-    sinks: torch.Tensor | None,
-    ring: RingGroup,
-    work: Work,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], ask: Request, ring: RingGroup, work: Work
 ) -> torch.Tensor:
     """Attention of this rank's queries over the whole ring: (rows, heads, own tokens, width) each.
 
-    Key heads may be fewer than query heads. `sinks`: one more score per head, which takes probability and has no value.
+    Key heads may be fewer than query heads. `ask`: what the layer asks for, without dropout; `work` knows its window.
     """
     query, key, value = qkv
     width = value.shape[-1]
     value = pad(value, (0, query.shape[-1] - width)) if width < query.shape[-1] else value
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    found: torch.Tensor = _Ring.apply(query, key, value, sinks, _Turn(scale, ring, work))  # type: ignore[no-untyped-call]
+    turn = _Turn(query.shape[-1] ** -0.5 if ask.scale is None else ask.scale, ask.softcap, ring, work)
+    found: torch.Tensor = _Ring.apply(query, key, value, ask.sinks, turn)  # type: ignore[no-untyped-call]
     return found[..., :width]
 
 
@@ -109,7 +109,7 @@ def _run(
         coming = ring.start(pair) if step + 1 < ring.ranks else None
         for one in turn.work((ring.index - step) % ring.ranks):
             at, there = (one.rows, slice(None), one.queries), (one.rows, slice(None), one.keys)
-            part, part_lse = _forward((query[at], pair[0][there], pair[1][there]), one.sees, turn.scale)
+            part, part_lse = _forward((query[at], pair[0][there], pair[1][there]), one.sees, turn)
             both = torch.logaddexp(lse[at], part_lse.to(wide))
             total[at] *= (lse[at] - both).exp_().unsqueeze(-1)
             total[at] += part * (part_lse - both).exp_().unsqueeze(-1)
@@ -151,7 +151,7 @@ class _Ring(torch.autograd.Function):
             for one in turn.work((ring.index - step) % ring.ranks):
                 at, there = (one.rows, slice(None), one.queries), (one.rows, slice(None), one.keys)
                 read = gradient[at], query[at], pair[0][there], pair[1][there], output[at], lse[at]
-                of_q, of_k, of_v = _backward(read, one.sees, turn.scale)
+                of_q, of_k, of_v = _backward(read, one.sees, turn)
                 of_query[at] += of_q
                 of_pair[0][there] += of_k
                 of_pair[1][there] += of_v
@@ -171,13 +171,16 @@ def _of_sinks(sinks: torch.Tensor, gradient: torch.Tensor, output: torch.Tensor,
     return -(taken * (gradient * output).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
-def _forward(given: tuple[torch.Tensor, ...], sees: Sees, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(given: tuple[torch.Tensor, ...], sees: Sees, turn: _Turn) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, log-sum-exp) of a block's (query, key, value) by torch's flash kernels.
 
     They take fewer key heads as they are. The edge of a window is a causal square if both sides are read backwards.
     """
-    aten, causal = torch.ops.aten, sees is not Sees.ALL
+    aten, causal, scale = torch.ops.aten, sees is not Sees.ALL, turn.scale
     query, key, value = _backwards(given) if sees is Sees.LATER else given
+    if turn.softcap is not None:
+        output, lse = capped.forward((query, key, value), scale, turn.softcap, causal=causal)
+        return (output.flip(2), lse.flip(2)) if sees is Sees.LATER else (output, lse)
     if query.device.type == "cpu":
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
     else:
@@ -185,10 +188,13 @@ def _forward(given: tuple[torch.Tensor, ...], sees: Sees, scale: float) -> tuple
     return (output.flip(2), lse.flip(2)) if sees is Sees.LATER else (output, lse)
 
 
-def _backward(given: tuple[torch.Tensor, ...], sees: Sees, scale: float) -> tuple[torch.Tensor, ...]:
+def _backward(given: tuple[torch.Tensor, ...], sees: Sees, turn: _Turn) -> tuple[torch.Tensor, ...]:
     """Gradients of a block. `given`: gradient, query, key, value, and output and log-sum-exp over all keys."""
-    aten, causal = torch.ops.aten, sees is not Sees.ALL
+    aten, causal, scale = torch.ops.aten, sees is not Sees.ALL, turn.scale
     given = _backwards(given) if sees is Sees.LATER else given
+    if turn.softcap is not None:
+        of_block = capped.backward(given, scale, turn.softcap, causal=causal)
+        return _backwards(of_block) if sees is Sees.LATER else of_block
     _, query, key, *_ = given
     if query.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, causal, scale=scale)

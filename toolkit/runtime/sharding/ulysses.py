@@ -27,6 +27,7 @@ from toolkit.runtime.models.attention import NAMES, DocumentMask, UnknownAttenti
 from toolkit.runtime.models.attention_kernels import CHOICES, Request, attend
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
+from toolkit.runtime.models.registry_attention import RegistryBloomAttention, set_function
 from toolkit.runtime.sharding.collectives import TensorGroup
 from toolkit.runtime.sharding.ring import RingGroup, ring_attention, use_flash_3
 from toolkit.runtime.sharding.ring_blocks import Block, Reach, blocks, zigzag
@@ -109,8 +110,7 @@ class SequenceShare:
         # transformers 5.22.2 builds masks from the tokens that the model sees, here only this rank's. Without this the
         # masks would have the wrong size; documents of all tokens take their place.
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, _document_mask)
-        model.set_attn_implementation(name)
-        if model.config._attn_implementation != name:
+        if not set_function(model, name):
             kind = model.config.model_type
             raise SequenceRefused(f"{kind} does not use transformers' registry of attention functions")
         self._positions = positions_of(model)
@@ -175,7 +175,7 @@ class SequenceShare:
             output = attend(self._choice, query, key, value, documents, ask).transpose(1, 2)
         else:
             work = self._work(documents, Reach(ask.causal, ask.window))
-            output = ring_attention((query, key, value), ask.scale, ask.sinks, self._ring, work.__getitem__)
+            output = ring_attention((query, key, value), ask, self._ring, work.__getitem__)
         return self._to_tokens(output).transpose(1, 2).contiguous(), None
 
     def _work(self, documents: Documents, reach: Reach) -> dict[int, list[Block]]:
@@ -201,8 +201,8 @@ class SequenceShare:
             ask = request(mask.causal, mask.window, settings)
         except UnknownAttention as error:
             raise SequenceRefused(f"{kind}: {error}, which can't be split by sequence") from None
-        if self._ring is not None and (reason := _unfit_for_a_ring(ask)):
-            raise SequenceRefused(f"{kind} has {reason}, which ring attention can't do; use sp")
+        if self._ring is not None and ask.dropout > 0:
+            raise SequenceRefused(f"{kind} has dropout in attention, which ring attention can't do; use sp")
         if ask.sinks is not None:
             ask = replace(ask, sinks=ask.sinks.chunk(self._group.ranks)[self._group.index])
         return ask, mask.documents
@@ -228,15 +228,6 @@ class SequenceShare:
             return tensor
         parts = torch.stack(tensor.chunk(self._group.ranks, 2))
         return torch.cat(list(_exchanged(parts, self._group)), 1)
-
-
-def _unfit_for_a_ring(ask: Request) -> str:
-    """What a layer asks for that ring attention lacks; empty if it can compute it."""
-    lacking = {
-        "a soft cap": ask.softcap is not None,
-        "dropout in attention": ask.dropout > 0,
-    }
-    return ", ".join(name for name, true in lacking.items() if true)
 
 
 def _document_mask(**given: Any) -> DocumentMask:
@@ -287,6 +278,15 @@ def share_tables(model: torch.nn.Module, parts: int, own: Callable[[torch.Tensor
         if isinstance(module, torch.nn.Embedding) and "PositionalEmbedding" in type(module).__name__:
             table: Any = module
             table.forward = functools.partial(_own_rows, table.forward, parts, own)
+        elif isinstance(module, RegistryBloomAttention):
+            module.placed = functools.partial(_own_bias, parts, own)
+
+
+def _own_bias(parts: int, own: Callable[[torch.Tensor], torch.Tensor], bias: torch.Tensor) -> torch.Tensor:
+    """Biases (rows, heads, keys) in proportion to the places of this rank's tokens, from those of places 0, 1, ..."""
+    places = torch.arange(bias.shape[-1] * parts, device=bias.device)
+    slope = bias[..., 1:2] - bias[..., :1]
+    return (slope.float() * own(places[None])[0]).to(bias.dtype)
 
 
 def _own_rows(
