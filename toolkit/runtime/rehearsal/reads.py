@@ -50,6 +50,7 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/mixtures/balance_loss.py", "routed_tokens"): 1,
     ("toolkit/runtime/models/head_loss.py", "_skips_prompts"): False,
     ("toolkit/runtime/models/micro_batch.py", "counted"): 1,
+    ("toolkit/runtime/pipeline/boundaries.py", "<genexpr>"): False,
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
     ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,
     ("toolkit/runtime/sharding/shard_model.py", "finish"): False,
