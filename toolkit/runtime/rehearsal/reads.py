@@ -24,6 +24,8 @@ SKIPPED = (
     "typing_extensions",
     "toolkit/runtime/rehearsal/",
 )
+LAYER_DROP = ("bart", "blenderbot", "blenderbot_small", "marian", "mbart", "mvp", "pegasus", "plbart")
+"""Model types that draw for every layer whether to leave it out; a rehearsal runs all layers."""
 KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("deepspeed/runtime/pipe/engine.py", "__init__"): 1,
     ("deepspeed/runtime/utils.py", "clip_tensors_by_global_norm"): True,
@@ -54,6 +56,7 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
     ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,
     ("toolkit/runtime/sharding/shard_model.py", "finish"): False,
+    **{(f"transformers/models/{kind}/modeling_{kind}.py", "forward"): False for kind in LAYER_DROP},
     ("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): False,
     ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): False,
     ("transformers/masking_utils.py", "find_packed_sequence_indices"): False,
