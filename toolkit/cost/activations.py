@@ -78,12 +78,8 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
     if e.residual_shards and e.drops_gradients and shape.experts:
         # Experts compute on all tokens: their gathered input, and tokens sent to them and back (rehearsed for Mixtral).
         inner += (2 + 4 * e.expert_slots * shape.experts_per_token * (1 - 1 / part.tp)) * shape.hidden
-    return (
-        tokens * (residual + inner) * scale
-        + score_bytes(e, shape)
-        + _padding_bytes(e, shape)
-        + _adapted_expert_bytes(e, shape)
-    )
+    more = score_bytes(e, shape) + _padding_bytes(e, shape) + _adapted_expert_bytes(e, shape)
+    return tokens * (residual + inner) * scale + more
 
 
 def layer_parts(e: Execution) -> int:
