@@ -342,7 +342,7 @@ def bart_stages(*bounds: int) -> Execution:
 def test_decoder_layers_keep_a_second_attention() -> None:
     """Per token, in bytes and widths: norms of 2 × 2 and masks of dropout, four tensors of attention, two of the MLP;
     in a decoder a norm with its mask and four tensors of attention more. Statistics by head, and for each attention a
-    bias of 512 tokens, made from the mask of padding. 35,904 and 50,304 bytes, as rehearsed without statistics of norms."""
+    bias of 512 tokens, made from the mask of padding. As rehearsed, without the statistics of norms."""
     e = bart_stages(0, 6, 12, 18, 24)
     encoder, decoder = (model.mean_layer_bytes(of_stage(e, index)) / (2 * 512) for index in (1, 3))
     assert encoder == (2 * (4 + 1) + 4 * 2 + 2 * 4 * 2) * 1024 + 4 * 16 + 2 * 512 == 35_904
