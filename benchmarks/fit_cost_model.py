@@ -3,7 +3,7 @@
     python benchmarks/fit_cost_model.py [--loo] [--ablations]
 
 Every source has equal weight; the loss is a smooth absolute error of log step time. The constants that come out belong
-in `toolkit/cost/calibration.py`, the intervals in `toolkit/cost/uncertainty.py`; nothing is written.
+in `toolkit/cost/calibration.py`, the intervals in `toolkit/cost/estimate.py`; nothing is written.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from toolkit.clusters.devices import find_device  # noqa: E402
 from toolkit.cost import operators  # noqa: E402
 from toolkit.cost.calibration import CALIBRATION, CONSTANTS, Calibration  # noqa: E402
 from toolkit.cost.communication import all_reduce, group  # noqa: E402
+from toolkit.cost.estimate import STEP_TIME, kind_of  # noqa: E402
 from toolkit.cost.published_rows import read_rows  # noqa: E402
 from toolkit.cost.timing import seconds  # noqa: E402
-from toolkit.cost.uncertainty import STEP_TIME, kind_of  # noqa: E402
 from toolkit.cost.validation import Case, read_cases  # noqa: E402
 
 DATA = Path(__file__).resolve().parent / "data"

@@ -141,9 +141,15 @@ def _measured(resolved: Resolved, folder: Path) -> int:
 
 
 def _enter_paused(argv: tuple[str, ...], env: dict[str, str]) -> None:
-    """Entry of a measured worker: pauses after every collective that it waits for."""
+    """Entry of a measured worker: pauses after every collective that it waits for, and takes products without oneDNN.
+
+    oneDNN packs the matrices of 16-bit products in workspaces whose size depends on the CPU's instruction set (torch
+    2.13). They are no tensors: docs/rehearsal.md leaves the workspaces of kernels out.
+    """
+    import torch
     import torch.distributed as td
 
+    torch.backends.mkldnn.enabled = False
     wait: Any = td.Work.wait
 
     def wait_and_pause(self: td.Work, *args: Any) -> Any:

@@ -10,9 +10,11 @@ from benchmarks.rehearsals import EXPERT_BOUND, MEAN_BOUND, PART_BOUND, WORST_BO
 from tests.helpers.planning import GIB, LLAMA_2_7B, LLAMA_3_8B, cluster, decoder, job
 from toolkit.clusters.devices import DEVICES
 from toolkit.cost import activations as model
-from toolkit.cost.activations import backward_bytes, kept_bytes, logit_bytes
+from toolkit.cost import loss
+from toolkit.cost.activations import backward_bytes, kept_bytes
 from toolkit.cost.communication import traffic_bytes
 from toolkit.cost.execution import Execution, embeds_targets, of_plan, of_stage
+from toolkit.cost.loss import logit_bytes
 from toolkit.cost.memory import memory
 from toolkit.plans.job import task_spec
 from toolkit.plans.plan import Plan
@@ -126,8 +128,8 @@ def test_sizes_of_blocks_are_those_of_the_loss() -> None:
     from toolkit.runtime.models import head_loss
 
     names = ("BLOCK_ELEMENTS", "WHOLE_ELEMENTS", "SUM_ELEMENTS")
-    assert [getattr(model, name) for name in names] == [getattr(head_loss, name) for name in names]
-    assert head_loss._width(2**30) == model.LEAST_COLUMNS
+    assert [getattr(loss, name) for name in names] == [getattr(head_loss, name) for name in names]
+    assert head_loss._width(2**30) == loss.LEAST_COLUMNS
 
 
 def test_scores_are_stored_without_flash_attention() -> None:
@@ -338,12 +340,13 @@ def bart_stages(*bounds: int) -> Execution:
 
 
 def test_decoder_layers_keep_a_second_attention() -> None:
-    """Per token, in bytes and widths: norms of 2 × 2 and masks of dropout, five tensors of attention and its output's
-    copy, two of the MLP; in a decoder a norm with its mask and four tensors of attention more. Statistics by head."""
+    """Per token, in bytes and widths: norms of 2 × 2 and masks of dropout, four tensors of attention, two of the MLP;
+    in a decoder a norm with its mask and four tensors of attention more. Statistics by head, and for each attention a
+    bias of 512 tokens, made from the mask of padding. As rehearsed, without the statistics of norms."""
     e = bart_stages(0, 6, 12, 18, 24)
     encoder, decoder = (model.mean_layer_bytes(of_stage(e, index)) / (2 * 512) for index in (1, 3))
-    assert encoder == (2 * (4 + 1) + 5 * 2 + 2 * 4 * 2) * 1024 + 4 * 16
-    assert decoder == encoder + (4 + 1 + 4 * 2) * 1024 + 4 * 16
+    assert encoder == (2 * (4 + 1) + 4 * 2 + 2 * 4 * 2) * 1024 + 4 * 16 + 2 * 512 == 35_904
+    assert decoder == encoder + (4 + 1 + 4 * 2) * 1024 + 4 * 16 + 2 * 512 == 50_304
 
 
 def test_stages_of_a_decoder_hold_and_send_the_encoders_output() -> None:
@@ -357,3 +360,20 @@ def test_stages_of_a_decoder_hold_and_send_the_encoders_output() -> None:
 def test_the_stage_where_a_decoder_begins_has_a_table_unless_it_has_the_head() -> None:
     assert [embeds_targets(bart_stages(0, 6, 12, 18, 24), index) for index in range(4)] == [False, False, True, False]
     assert not any(embeds_targets(bart_stages(0, 4, 8, 10, 24), index) for index in range(4))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "strategy", "rehearsed_gib", "most"),
+    [
+        ("distill_qwen3-0.6b_zero", "{name: zero, zero_stage: 1, micro_batch: 4, recompute: none}", 45.09, 0.01),
+        ("classify_bert-base_data_parallel", "{name: data_parallel, micro_batch: 32, recompute: none}", 6.55, 0.01),
+        ("rank_bert-base_data_parallel", "{name: data_parallel, micro_batch: 32, recompute: none}", 21.54, 0.01),
+        ("embed_bert-base_data_parallel", "{name: data_parallel, micro_batch: 64, recompute: none}", 15.58, 0.03),
+    ],
+)
+def test_teachers_and_encoders_take_what_was_rehearsed(
+    recipe: str, strategy: str, rehearsed_gib: float, most: float
+) -> None:
+    """Logits beside a teacher's; masks of dropout and of padding in BERT, whose layers end with a norm."""
+    found = resolve(load_recipe(RECIPES / f"{recipe}.yaml", [f"strategy={strategy}"])).chosen.estimate.memory
+    assert found.total - found.overhead == pytest.approx(rehearsed_gib * GIB, rel=most)

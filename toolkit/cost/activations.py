@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from toolkit.cost.execution import Execution, layer_shape
+from toolkit.cost.execution import Execution, embedded_in_flight, layer_shape
+from toolkit.cost.loss import head_gradient_bytes, logit_bytes, loss_in_blocks
 from toolkit.cost.operators import LayerShape
 
 SCORES = {"eager": 8.0, "kernels": 2.0, "compiled": 2.0}
 """Stored bytes per attention score: the softmax output, and its fp32 copy in eager Hugging Face attention."""
 SCORES_DROPOUT = 3.0
 """Further bytes per score with dropout: the result and its 1-byte mask."""
-LOGIT_BYTES = {"eager": 10.7, "kernels": 4.5, "compiled": 10.7}
-"""Bytes per logit: 16-bit logits, fp32 copy and gradient in torch; Megatron's loss works in place."""
-FP32_LOGIT_BYTES = 12.0
-"""Bytes per logit in fp32: logits, probabilities and gradient."""
-TEACHER_LOGIT_BYTES = 28.0
-"""Bytes per logit where they are compared with a teacher's: copies by temperature, without kept tokens, gradients."""
-BLOCK_ELEMENTS, WHOLE_ELEMENTS, SUM_ELEMENTS, LEAST_COLUMNS = 2**25, 2**27, 2**26, 256
-"""Sizes of the toolkit's loss, as in `runtime/models/head_loss.py`, which this package can't import (a test compares):
-logits of a block, logits that a CPU makes at once, fp32 sums of the hidden states' gradient, columns of a block."""
 HEAD_LIVE, NORM_LIVE = 4, 5
 """Tensors as wide as the model beyond those of the layers: while the loss goes backward, and while the final norm does;
 one more is the gradient of the loss (rehearsed)."""
@@ -26,8 +18,6 @@ LAST_NORM_KEPT, LAST_NORM_LIVE = 3, 8
 GATHERED_TOKENS = 2
 """Tensors of all tokens, as wide as the model, when a layer with shares of tokens goes backward: the gathered input of
 its first matrices, and the gradient of it or of the layer's output (rehearsed)."""
-GATHERED_TEXTS = 2
-"""Tensors of all tokens, as wide as the model, where sequence ranks gather complete texts: states and gradient."""
 LIVE_INNER = 2
 """Gradients as wide as the MLP when a layer goes backward: of its inner product and of one factor (rehearsed)."""
 NORMED_QUERIES = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
@@ -46,11 +36,18 @@ EXPERT_TENSORS = {"gpt_oss": 7}
 result. Others keep 4 (rehearsed)."""
 EXPERT_BIASES = ("gpt_oss",)
 """Model types whose experts have biases, with which the gradient of the down projection is reduced at once."""
+POST_NORMS = ("bert", "roberta", "camembert", "xlm-roberta", "bart", "plbart", "mvp", "blenderbot-small")
+"""Model types whose layers end with a norm, which goes backward with its layer, so that none is left for the head."""
+EMBEDDING_NORMS = ("bloom", "mbart", *POST_NORMS)
+"""Model types with a norm between embedding and layers: it keeps its input, of all tokens (rehearsed)."""
 REDUCED_SHARE = 0.7
 """Share of a recomputed layer that is left when a full bucket is reduced."""
 EAGER_GELU, EAGER_GELU_TENSORS = ("gpt2",), 5
 """Model types whose activation transformers computes operator by operator (`gelu_new`), and the tensors as wide as the
 MLP that a layer keeps then: input, half of it, tanh, 1 + tanh, and the product (rehearsed for GPT-2)."""
+T5_GATED_TENSORS = 7
+"""The same for the gated MLP of a T5, whose activation is `gelu_new`: gate, up, half of the gate, tanh, 1 + tanh, their
+product, and that with up after a dropout (rehearsed)."""
 PIPELINE_BUFFERS = 2
 """Further tensors per micro-batch in flight: the input that a stage received and the output that it sent (Megatron)."""
 OWN_PIPELINE_BUFFERS = 1
@@ -76,12 +73,25 @@ def layer_bytes(e: Execution, shape: LayerShape, *, fused: bool = False) -> floa
     """Bytes that one layer keeps for one micro-batch without recompute."""
     tokens, part = e.slice.tokens, e.slice
     residual = residual_bytes(e, shape, fused=fused) / part.residual_parts
-    inner = inner_bytes(e, shape, fused=fused) / part.tp
+    inner = inner_bytes(e, shape, fused=fused) / layer_parts(e)
     scale = e.element_bytes / 2
     if e.residual_shards and e.drops_gradients and shape.experts:
         # Experts compute on all tokens: their gathered input, and tokens sent to them and back (rehearsed for Mixtral).
         inner += (2 + 4 * e.expert_slots * shape.experts_per_token * (1 - 1 / part.tp)) * shape.hidden
-    return tokens * (residual + inner) * scale + score_bytes(e, shape) + _adapted_expert_bytes(e, shape)
+    more = score_bytes(e, shape) + _padding_bytes(e, shape) + _adapted_expert_bytes(e, shape)
+    return tokens * (residual + inner) * scale + more
+
+
+def layer_parts(e: Execution) -> int:
+    """Tensor ranks that share what is between a layer's matrices; of a T5 they gather it after each (rehearsed)."""
+    return 1 if e.drops_gradients and e.model.biased_scores else e.slice.tp
+
+
+def _padding_bytes(e: Execution, shape: LayerShape) -> float:
+    """Bytes of biases that each attention makes from a mask of padding, the same for all heads (rehearsed)."""
+    if not e.drops_gradients or not e.model.padding_masks:
+        return 0.0
+    return (1 + shape.crosses) * e.element_bytes * e.slice.tokens * e.seq_len / e.texts
 
 
 def _adapted_expert_bytes(e: Execution, shape: LayerShape) -> float:
@@ -107,6 +117,8 @@ def residual_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
     elif _fused_on_host(e) and e.model.model_type in SANDWICH_NORMS:
         after = 2.0
     masks = 1.0 if e.software.dropout or (e.drops_gradients and e.model.residual_dropout) else 0.0
+    if eager_rms and e.drops_gradients and e.model.biased_scores and e.element_bytes == 2:
+        norm += 2.0  # T5's norm multiplies its 16-bit input with fp32 statistics, and keeps both
     frozen = 2.0 if _frozen_mlp(e) else 0.0  # the input of the MLP, which only gradients of its weights need
     return ((2 + shape.crosses) * (norm + after + masks) - frozen) * shape.hidden
 
@@ -133,18 +145,22 @@ def inner_bytes(e: Execution, shape: LayerShape, *, fused: bool) -> float:
         kv = q
     # The output of attention again after the exchange, and again without the second copy of what documents share.
     copies = int(e.sp > 1) + int(e.shared_prompt > 0)
-    copies += int(_bias_columns(e) > 0) + int(e.model.encoder_layers > 0)  # transformers' attention copies it
+    on_host = e.cluster.device.backend == "cpu" or not e.drops_gradients
+    copies += int(_bias_columns(e) > 0) + int(e.model.encoder_layers > 0 and on_host)  # torch's plain attention copies
     wide = shape.heads * _bias_columns(e)
     attention = (1 + e.shared_prompt + shape.crosses) * _attended_bytes(shape, q + wide, kv + wide) + 2 * copies * q
     gated = 3 if fused or e.software.fusion == "compiled" else 4  # gate, up, silu(gate), product
     plain = EAGER_GELU_TENSORS if e.drops_gradients and e.model.model_type in EAGER_GELU else 2
+    if e.drops_gradients and e.model.biased_scores:
+        gated = T5_GATED_TENSORS
     frozen = int(_frozen_mlp(e))  # inputs of matrices without gradients are not kept
     tensors = (gated if shape.gated else plain) - frozen
     experts = _expert_tensors(e) - frozen if e.drops_gradients and shape.experts else tensors
     inner = tensors * shape.ffn + experts * e.expert_slots * shape.experts_per_token * shape.expert_ffn
     # Tokens sent to experts and back.
     routed = (4 - 2 * frozen) * e.expert_slots * shape.experts_per_token * shape.hidden if shape.experts else 0
-    return attention + _normed_bytes(e, q + kv) + 2 * inner + routed
+    masks = shape.ffn if e.drops_gradients and e.model.biased_scores and e.model.residual_dropout else 0
+    return attention + _normed_bytes(e, q + kv) + 2 * inner + masks + routed
 
 
 def _attended_bytes(shape: LayerShape, q: int, kv: int) -> float:
@@ -174,7 +190,10 @@ def score_bytes(e: Execution, shape: LayerShape) -> float:
     if (e.software.flash and not e.model.biased_scores) or e.scores_dropped:
         return 0.0
     each = e.element_bytes if e.software.flash else SCORES[e.software.fusion] + SCORES_DROPOUT * e.software.dropout
-    return (1 + shape.crosses) * each * e.slice.tokens * e.seq_len * shape.heads / e.tp
+    several = 1 + shape.crosses
+    if e.drops_gradients and e.software.flash:  # a decoder's own attention has no padding: one bias for all rows
+        several = 1 + shape.crosses / e.micro_batch
+    return several * each * e.slice.tokens * e.seq_len * shape.heads / layer_parts(e)
 
 
 def mean_layer_bytes(e: Execution, *, fused: bool = False) -> float:
@@ -204,6 +223,20 @@ def kept_bytes(e: Execution, layers: int, in_flight: float) -> float:
     return layers * each_layer * in_flight + buffers
 
 
+def embedding_bytes(e: Execution) -> float:
+    """Bytes that the first rank keeps before its first layer: inputs of a norm, and masks of a dropout.
+
+    An encoder-decoder embeds twice, and T5 has a norm and a dropout after its encoder, too.
+    """
+    norm = e.element_bytes if e.model.model_type in EMBEDDING_NORMS else 0
+    output = e.element_bytes if e.model.encoder_layers or e.model.model_type in POST_NORMS else 0
+    mask = 1 if e.model.embedding_dropout else 0
+    each = norm + output + mask
+    if e.model.encoder_layers and e.pp == 1:
+        each += each + (4 + 2 * e.element_bytes + mask if e.model.biased_scores else 0)
+    return each * e.slice.tokens * e.model.hidden * embedded_in_flight(e) if e.drops_gradients else 0.0
+
+
 def products_bytes(e: Execution) -> float:
     """Bytes per layer of the outputs of matrix products and attention (`selective`); of the last one under ZeRO 3 only.
 
@@ -230,7 +263,7 @@ def _products(e: Execution, shape: LayerShape) -> float:
     if e.residual_shards and e.drops_gradients:
         tensors = 0  # computed again, with its reduce-scatter
     whole = 2 * (1 + shape.crosses) * tensors * shape.hidden / e.slice.residual_parts
-    return e.slice.tokens * (sharded / e.slice.tp + whole + outputs) * e.element_bytes / 2
+    return e.slice.tokens * (sharded / layer_parts(e) + whole + outputs) * e.element_bytes / 2
 
 
 def inputs_on_host(e: Execution) -> bool:
@@ -271,7 +304,10 @@ def live_bytes(e: Execution) -> float:
 
 def backward_bytes(e: Execution) -> float:
     """Bytes beyond kept ones while a layer goes backward on an accelerator: recomputed tensors, and gradients."""
-    return _recomputed(e) + LIVE_INNER * _inner_gradient(e) + gathered_tokens_bytes(e)
+    inner = (
+        1 if e.model.model_type in POST_NORMS else LIVE_INNER
+    )  # the result of the activation is freed before its gradient
+    return _recomputed(e) + inner * _inner_gradient(e) + gathered_tokens_bytes(e)
 
 
 def adapted_bytes(e: Execution) -> float:
@@ -310,47 +346,9 @@ def _recomputed(e: Execution) -> float:
 def _inner_gradient(e: Execution) -> float:
     """Bytes of a gradient as wide as the MLP."""
     model = e.model
-    inner = max(model.ffn, model.shared_ffn + e.expert_slots * model.experts_per_token * model.expert_ffn) / e.tp
+    inner = max(model.ffn, model.shared_ffn + e.expert_slots * model.experts_per_token * model.expert_ffn)
+    inner /= layer_parts(e)
     return e.element_bytes * e.slice.tokens * max(inner, model.hidden)
-
-
-def logit_bytes(e: Execution) -> float:
-    """Bytes of head and loss on the last stage: logits, their fp32 copy and gradient, or one block of them.
-
-    The toolkit's loss also makes the gradient of the head's weights, which other software counts as a gradient.
-    """
-    if e.whole_logits:
-        return TEACHER_LOGIT_BYTES * e.slice.tokens * e.model.vocab  # every tensor rank has all of them
-    if e.drops_gradients and loss_in_blocks(e):
-        return _block_loss_bytes(e) + head_gradient_bytes(e)
-    own = e.element_bytes == 4 or e.drops_gradients  # the toolkit's loss takes fp32 logits; 16-bit ones are freed
-    each = FP32_LOGIT_BYTES if own else LOGIT_BYTES[e.software.fusion]
-    if e.complete_texts and e.sp > 1:
-        return e.sp * e.slice.tokens * (each * e.model.vocab / e.tp + GATHERED_TEXTS * e.element_bytes * e.model.hidden)
-    return each * e.slice.tokens * e.model.vocab / e.tp
-
-
-def loss_in_blocks(e: Execution) -> bool:
-    """Whether the toolkit's head computes the loss block by block (`runtime/models/head_loss.py`)."""
-    most = WHOLE_ELEMENTS if e.cluster.device.backend == "cpu" else BLOCK_ELEMENTS
-    return not e.whole_logits and (e.tp > 1 or e.slice.tokens * e.model.vocab > most)
-
-
-def head_gradient_bytes(e: Execution) -> float:
-    """Bytes of the gradient of the head's weights; under adapters the head is frozen."""
-    return 0.0 if e.lora_rank else e.element_bytes * e.model.vocab * e.model.hidden / e.tp
-
-
-def _block_loss_bytes(e: Execution) -> float:
-    """Bytes of the backward pass of the loss in blocks: sums of the hidden states' gradient, and one block."""
-    tokens, hidden, width = e.slice.tokens, e.model.hidden, e.element_bytes
-    chunk = min(tokens, SUM_ELEMENTS // hidden)  # longer sequences take two passes
-    block = min(max(BLOCK_ELEMENTS, LEAST_COLUMNS * chunk), chunk * e.model.vocab / e.tp)
-    copy = width if width < 4 else 0  # a block's gradient is rounded to the precision of the run
-    if chunk == tokens and block < tokens * e.model.vocab / e.tp:
-        copy *= 2  # that of the block before is still there
-    work = max((4 + copy) * block, width * (block + chunk * hidden))
-    return 4 * chunk * hidden + work + (width * tokens * hidden if chunk < tokens else 0.0)
 
 
 def last_norm_bytes(e: Execution, tensors: int) -> float:

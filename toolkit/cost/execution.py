@@ -84,6 +84,8 @@ class Execution:
     """Whether the loss compares complete logits with a teacher's."""
     complete_texts: bool = False
     """Whether the head reads complete texts."""
+    texts: int = 1
+    """Rows of a sample, which padding keeps apart."""
     shared_prompt: float = 0.0
     """Share of the tokens that two documents of a row have in common; attention sees them in both."""
     first_passes: int = 0
@@ -228,19 +230,7 @@ def in_flight(e: Execution, index: int) -> float:
     return _passes_ahead(e, index) / e.chunks
 
 
-EMBEDDING_NORMS = ("bloom",)
-"""Model types with a norm between embedding and layers: it keeps its input, of all tokens (rehearsed)."""
-
-
-def embedding_bytes(e: Execution) -> float:
-    """Bytes that the first rank keeps before its first layer: inputs of a norm, and masks of a dropout."""
-    norm = e.element_bytes if e.model.model_type in EMBEDDING_NORMS else 0
-    mask = 1 if e.model.embedding_dropout else 0
-    each = (norm + mask) * e.slice.tokens * e.model.hidden if e.drops_gradients else 0.0
-    return each * _embedded_in_flight(e)
-
-
-def _embedded_in_flight(e: Execution) -> float:
+def embedded_in_flight(e: Execution) -> float:
     """Micro-batches that the first rank holds in its first chunk, which come first in each round of an interleaving."""
     if e.chunks == 1 or e.folded:
         return in_flight(e, 0)
@@ -344,7 +334,7 @@ def of_plan(plan: Plan, job: Job) -> Execution:
         lora_rank=work.lora_rank, lora_targets=work.lora_targets,
         islands=plan.islands, exchange=with_steps(work.exchange, plan.local_steps),
         quantized_base=work.quantized_base, whole_logits=work.whole_logits,
-        complete_texts=work.complete_texts,
+        complete_texts=work.complete_texts, texts=work.texts,
         shared_prompt=work.shared_prompt,
         first_passes=work.first_passes, live_reference=work.live_reference, teacher=work.teacher,
     )  # fmt: skip

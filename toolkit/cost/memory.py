@@ -8,14 +8,13 @@ from toolkit.cost.activations import (
     ARRIVED,
     HEAD_LIVE,
     NORM_LIVE,
+    POST_NORMS,
     adapted_bytes,
     backward_bytes,
+    embedding_bytes,
     expert_moments,
-    head_gradient_bytes,
     kept_bytes,
     layer_input_bytes,
-    logit_bytes,
-    loss_in_blocks,
     peak_bytes,
     put_off_bytes,
     reduced_bytes,
@@ -25,7 +24,6 @@ from toolkit.cost.calibration import CALIBRATION, Calibration
 from toolkit.cost.estimate import Memory
 from toolkit.cost.execution import (
     Execution,
-    embedding_bytes,
     embeds_targets,
     in_flight,
     num_layers,
@@ -35,6 +33,7 @@ from toolkit.cost.execution import (
     stage_experts,
     stage_layer_params,
 )
+from toolkit.cost.loss import head_gradient_bytes, logit_bytes, loss_in_blocks
 from toolkit.cost.optimizer_step import beside_bytes, grad_bytes, largest_tensor, state_bytes, state_shards
 from toolkit.cost.start import exchange_bytes, host_bytes, quantized_width, start_bytes
 from toolkit.plans.deepspeed_config import MAX_LIVE_ELEMENTS, UPDATE_ELEMENTS, bucket_elements
@@ -169,7 +168,7 @@ class _Step:
                 self.buckets + self._copied(e.model.vocab * e.model.hidden / e.tp),
                 gathered=at_head,
             )
-        if e.pp == 1:  # the last stage of a pipeline has freed the gradients of the logits by then
+        if e.pp == 1 and e.model.model_type not in POST_NORMS:  # a last stage has freed the logits' gradients by then
             live = self.kept + NORM_LIVE * self.hidden
             yield self._moment(live, self.head_grad + self.whole, self.buckets, gathered=at_head)
 

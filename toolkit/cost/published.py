@@ -216,6 +216,10 @@ def model_of(row: PublishedRow) -> ModelSpec:
     always, expert = attention + matrices * hidden * shared + hidden * experts, matrices * hidden * width
     tied = row.text("tied_emb").lower() not in NO
     window = WINDOWS.get(next((name for name in WINDOWS if name in row.text("model").lower()), ""), (0, 1))
+    sparse: dict[str, Any] = {
+        "experts": experts, "experts_per_token": top, "expert_ffn": width, "shared_ffn": shared,
+        "moe_layers": sparse_layers,
+    }  # fmt: skip
     return ModelSpec(
         model_type=row.text("model") or "decoder", layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, ffn=ffn, gated_mlp=gated, vocab=vocab, max_positions=0, tied_embeddings=tied,
@@ -223,8 +227,7 @@ def model_of(row: PublishedRow) -> ModelSpec:
         layer_params=(dense,) * (layers - sparse_layers) + (always + experts * expert,) * sparse_layers,
         layer_active_params=(dense,) * (layers - sparse_layers) + (always + top * expert,) * sparse_layers,
         window=window[0], window_layers=layers * (window[1] - 1) // window[1],
-        **({"experts": experts, "experts_per_token": top, "expert_ffn": width, "shared_ffn": shared,
-            "moe_layers": sparse_layers} if sparse_layers else {}),
+        **(sparse if sparse_layers else {}),
     )  # fmt: skip
 
 

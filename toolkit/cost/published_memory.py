@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from toolkit.cost.activations import GRADIENTS_OF_ACTIVATIONS, LOGIT_BYTES, live_bytes, mean_layer_bytes
+from toolkit.cost.activations import GRADIENTS_OF_ACTIVATIONS, live_bytes, mean_layer_bytes
 from toolkit.cost.calibration import Calibration
 from toolkit.cost.communication import stage_params
 from toolkit.cost.estimate import DEVICE_SHARE
 from toolkit.cost.execution import Execution
+from toolkit.cost.loss import LOGIT_BYTES
 from toolkit.cost.memory import device_bytes
 from toolkit.cost.optimizer_step import state_shards
 from toolkit.cost.published import sparing

@@ -10,13 +10,12 @@ from statistics import mean, median
 from typing import Any
 
 from toolkit.cost.calibration import CALIBRATION, Calibration
-from toolkit.cost.estimate import DEVICE_SHARE
+from toolkit.cost.estimate import COVERAGE, DEVICE_SHARE, step_interval
 from toolkit.cost.execution import Execution
 from toolkit.cost.published import cluster_size, execution_of, measured_seconds
 from toolkit.cost.published_memory import figure_kind, least_memory, predicted_memory
 from toolkit.cost.published_rows import MISSING, NotScorable, PublishedRow, read_rows
 from toolkit.cost.timing import seconds
-from toolkit.cost.uncertainty import COVERAGE, step_interval
 from toolkit.units import GIB
 
 SAME_JOB = (

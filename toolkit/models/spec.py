@@ -78,6 +78,8 @@ class ModelSpec:
     """Share of what attention and MLP add that layers drop; known for the types in `DROPOUT`."""
     embedding_dropout: float = 0.0
     """Share of the embeddings that is dropped."""
+    padding_masks: bool = False
+    """Whether each attention makes a bias of every pair of tokens in a row from a mask of padding."""
     embedding_params: int
     """Parameters before the first layer: token and position tables, their norms and projections."""
     layer_params: tuple[int, ...]
@@ -126,13 +128,19 @@ def read_model_config(config: Mapping[str, Any]) -> ModelSpec:
         _count(model_type, row, shape),
         window=window,
         window_layers=layers,
-        residual_dropout=_dropout(model_type, "resid_pdrop", text),
-        embedding_dropout=_dropout(model_type, "embd_pdrop", text),
+        residual_dropout=_dropout(model_type, 0, text),
+        embedding_dropout=_dropout(model_type, 1, text),
     )
 
 
-DROPOUT = {"gpt2": 0.1, "gpt-sw3": 0.1}
-"""Types whose masks of dropout have been rehearsed, GPT-2 and its other name, and transformers' defaults."""
+DROPOUT = {
+    **dict.fromkeys(("gpt2", "gpt-sw3"), ("resid_pdrop", "embd_pdrop")),
+    **dict.fromkeys(("bert", "roberta", "camembert", "xlm-roberta"), ("hidden_dropout_prob", "hidden_dropout_prob")),
+}
+"""Types whose masks of dropout have been rehearsed (GPT-2 and BERT, and types with their code), and the keys of the
+shares that layers and embeddings drop."""
+USUAL_DROPOUT = 0.1
+"""That of all these types where the config gives none (transformers' defaults)."""
 WINDOW_EVERY = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "gemma3n_text": 5, "cohere2": 4, "gpt_oss": 2, "olmo3": 4}
 """Types in which one layer in so many sees the full sequence; the others have a sliding window."""
 USUAL_WINDOW = {
@@ -149,8 +157,8 @@ OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 """Types that use their window only with `use_sliding_window`."""
 
 
-def _dropout(model_type: str, key: str, config: Mapping[str, Any]) -> float:
-    given = config.get(key, DROPOUT[model_type]) if model_type in DROPOUT else 0.0
+def _dropout(model_type: str, place: int, config: Mapping[str, Any]) -> float:
+    given = config.get(DROPOUT[model_type][place], USUAL_DROPOUT) if model_type in DROPOUT else 0.0
     return float(given) if isinstance(given, int | float) else 0.0
 
 
@@ -212,7 +220,7 @@ def _layer(row: Architecture, shape: Shape, index: int) -> _Layer:
     return _Layer(always + number * expert, always + visited * expert, True)
 
 
-def _expert_fields(experts: Experts | None, shape: Shape, sparse_layers: int) -> dict[str, int]:
+def _expert_fields(experts: Experts | None, shape: Shape, sparse_layers: int) -> dict[str, Any]:
     if experts is None or not sparse_layers:
         return {}
     return {

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from toolkit.cost.estimate import DEVICE_SHARE, Estimate, Memory, Money, Time
+from toolkit.cost.estimate import COVERAGE, DEVICE_SHARE, Estimate, Memory, Money, Time, memory_interval, step_interval
 from toolkit.cost.execution import Execution, of_plan
 from toolkit.cost.memory import device_bytes, least_bytes, memory
 from toolkit.cost.timing import model_flops, seconds
-from toolkit.cost.uncertainty import COVERAGE, memory_interval, step_interval
 from toolkit.errors import BadInput
 from toolkit.planner.explain import bottleneck, misfit_reason, would_fit
 from toolkit.plans.plan import Job, Plan, Refusal

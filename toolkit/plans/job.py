@@ -58,6 +58,7 @@ def make_job(recipe: Recipe, nproc: int | None = None) -> Job:
             ramp_start=recipe.train.batch_ramp.start if recipe.train.batch_ramp else 0,
             whole_logits=recipe.train.objective == "distill",
             complete_texts=recipe.model.task in ONE_RESULT,
+            texts=texts_per_sample(recipe.data, recipe.train.objective),
             shared_prompt=PROMPT_SHARE if shares else 0.0,
             first_passes=int(recipe.train.reference == "live") + int(recipe.train.objective in TWICE),
             live_reference=recipe.train.reference == "live",
@@ -291,6 +292,7 @@ def _classifier(base: ModelSpec, labels: int) -> ModelSpec:
     width = base.hidden
     if base.model_type in BERT:
         head = width * (width + 1) + (width + 1) * labels
+        base = replace(base, padding_masks=True)
     else:
         head = base.head_params - (0 if base.tied_embeddings else width * base.vocab) + width * labels
     return replace(base, vocab=labels, head_params=head, tied_embeddings=False)
@@ -301,7 +303,9 @@ def _without_head(base: ModelSpec) -> ModelSpec:
     head = (
         0 if base.model_type in BERT else base.head_params - (0 if base.tied_embeddings else base.hidden * base.vocab)
     )
-    return replace(base, vocab=base.hidden, head_params=head, tied_embeddings=False)
+    return replace(
+        base, vocab=base.hidden, head_params=head, tied_embeddings=False, residual_dropout=0.0, embedding_dropout=0.0,
+    )  # fmt: skip
 
 
 def _vit(config: Mapping[str, Any], labels: int) -> ModelSpec:
@@ -352,7 +356,7 @@ def _bart(config: Mapping[str, Any], labels: int) -> ModelSpec:
     return _dense(
         [encoder] * s["encoder_layers"] + [decoder] * s["decoder_layers"], model_type=kind,
         encoder_layers=s["encoder_layers"], hidden=width, heads=s["encoder_attention_heads"],
-        residual_dropout=_rate(config, "dropout"), embedding_dropout=_rate(config, "dropout"),
+        residual_dropout=_rate(config, "dropout"), embedding_dropout=_rate(config, "dropout"), padding_masks=True,
         head_dim=width // s["encoder_attention_heads"], ffn=s["encoder_ffn_dim"], gated_mlp=False,
         vocab=s["vocab_size"], max_positions=s["max_position_embeddings"], tied_embeddings=tied,
         head_params=4 * last_norm * width + (0 if tied else table),

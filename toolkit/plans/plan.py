@@ -57,6 +57,8 @@ class Workload:
     """Whether the loss compares complete logits with a teacher's."""
     complete_texts: bool = False
     """Whether the head reads complete texts: classes, scores and embeddings."""
+    texts: int = 1
+    """Rows of a sample, which padding keeps apart; `seq_len` counts the tokens of all."""
     shared_prompt: float = 0.0
     """Share of the tokens that two documents of a row have in common; attention sees them in both."""
     first_passes: int = 0

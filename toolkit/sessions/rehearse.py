@@ -229,7 +229,7 @@ def refuse_unfakeable(recipe: Recipe, plan: Plan) -> None:
         "ZeRO++'s quantisation kernels (strategy.zero_quantized)": plan.zero_quantized != "none",
         "the exchange of asynchronous islands (train.outer.mode)": outer is not None and outer.mode == "async",
         "a model's own code (model.trust_remote_code)": recipe.model.trust_remote_code,
-        "the task seq2seq (model.task)": recipe.model.task == "seq2seq",
+        "several chunks per rank of an encoder-decoder": recipe.model.task == "seq2seq" and plan.chunks > 1,
         "a live teacher (train.distill.predictions)": recipe.train.has_live_teacher,
     }
     for name, is_used in unfakeable.items():
@@ -260,9 +260,9 @@ def spec_of(resolved: Resolved, plan: Plan, steps: int = 2) -> RehearsalSpec:
 def _rows(recipe: Recipe) -> str:
     """What a row of the run's batches holds."""
     data, task = recipe.data, recipe.model.task
-    special = "image" if task == "image-classification" else "text" * (task in ("classification", "embedding"))
-    if special or data.path == "synthetic":
-        return special or "plain"
+    special = {"image-classification": "image", "classification": "text", "embedding": "text", "seq2seq": "seq2seq"}
+    if task in special or data.path == "synthetic":
+        return special.get(task or "", "plain")
     if not data.packing:
         return "padded"
     return "plain" if data.packing_method == "stream" else "packed"

@@ -18,7 +18,7 @@ from toolkit.launching.launchers import Command
 from toolkit.plans.plan import Plan
 from toolkit.recipe.file import make_recipe
 from toolkit.runtime.metrics.memory import _largest_growth
-from toolkit.runtime.rehearsal.reads import _attention_workspace
+from toolkit.runtime.rehearsal.reads import ARITHMETIC_IN_PLACE, INSIDE, _attention_workspace
 from toolkit.runtime.rehearsal.report import RoleReport
 from toolkit.runtime.supervision.warm_pool import WarmProcess
 from toolkit.sessions import rehearse as session
@@ -71,6 +71,24 @@ def test_the_workspace_of_attention_on_a_cpu_is_counted(tokens: int) -> None:
             results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*given)
         inside = _largest_growth(watch) - sum(one.nbytes for one in results)
         assert sum(one.nbytes for one in _attention_workspace(given)) == pytest.approx(inside, abs=1024)
+
+
+@pytest.mark.parametrize(
+    ("operator", "types"),
+    [
+        (torch.ops.aten.add.Tensor, (torch.float32, torch.bfloat16)),
+        (torch.ops.aten.mul.Tensor, (torch.bfloat16, torch.bfloat16)),
+        (torch.ops.aten.add_.Tensor, (torch.float32, torch.bfloat16)),
+        (torch.ops.aten.sub_.Tensor, (torch.bfloat16, torch.float32)),
+    ],
+)
+def test_copies_of_operands_of_another_type_are_counted_on_a_cpu(operator: Any, types: tuple[torch.dtype, ...]) -> None:
+    """torch casts operands to their common type before it adds or multiplies."""
+    given = tuple(torch.ones(1000, dtype=kind) for kind in types)
+    made = 0 if operator._overloadpacket in ARITHMETIC_IN_PLACE else 1000 * torch.result_type(*given).itemsize
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        operator(*given)
+    assert sum(one.nbytes for one in INSIDE[operator](given)) == _largest_growth(watch) - made
 
 
 def test_short_models_give_the_figures_of_the_full_one(recipe_mapping: dict[str, Any]) -> None:

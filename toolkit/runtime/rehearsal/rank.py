@@ -23,9 +23,10 @@ from toolkit.runtime.distributed.mesh import Mesh
 from toolkit.runtime.distributed.process_group import World
 from toolkit.runtime.engine.protocol import StepResult
 from toolkit.runtime.engine.weight_average import FirstWeights
-from toolkit.runtime.models.build import find_layers, load_config, skeleton
+from toolkit.runtime.models.build import load_config, skeleton
 from toolkit.runtime.models.documents import Documents
 from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.pipeline.split import count_layers
 from toolkit.runtime.rehearsal import fake_device, stand_ins
 from toolkit.runtime.rehearsal.known_results import KnownResults
 from toolkit.runtime.rehearsal.ledger import Ledger
@@ -59,7 +60,7 @@ def rehearse_rank(spec: RehearsalSpec, rank: int, world: int, shapes: stand_ins.
         saved = sum(f.tensor.numel() * f.tensor.element_size() for f in share(engine.state.fragments()))
         phases.append(ledger.finish("save"))
     mesh: Mesh = engine._mesh
-    layers = stage_layers(spec, _num_layers(models(engine)[0]))[mesh.pipe]
+    layers = stage_layers(spec, count_layers(models(engine)[0]))[mesh.pipe]
     return RoleReport(
         rank=rank,
         stage=mesh.pipe,
@@ -124,10 +125,6 @@ def _steps(spec: RehearsalSpec, engine: Any, ledger: Ledger, first: FirstWeights
         ledger.part = "temporary"
 
 
-def _num_layers(model: torch.nn.Module) -> int:
-    return len(find_layers(model)[1])
-
-
 def _vocabularies(spec: RehearsalSpec) -> Iterator[int]:
     size = getattr(load_config(spec.model).get_text_config(), "vocab_size", 0)
     yield size
@@ -169,6 +166,8 @@ def _micro_batch(spec: RehearsalSpec) -> MicroBatch:
         more = {"scores": given, "keys": given.long()} if spec.texts > 1 else {}
         labels = torch.zeros(samples, dtype=torch.long)
         return MicroBatch(numbers(), labels, numbers(), documents=_documents(spec), **more)
+    if spec.rows == "seq2seq":  # a source and a target, both padded to the width of the row
+        return MicroBatch(numbers(), numbers(), numbers(), decoder_input_ids=numbers())
     positions = numbers() if spec.rows in ("packed", "pairs") else None
     mask = numbers() if spec.rows == "padded" else None
     found = MicroBatch(numbers(), numbers(), mask, positions, documents=_documents(spec))

@@ -24,6 +24,8 @@ SKIPPED = (
     "typing_extensions",
     "toolkit/runtime/rehearsal/",
 )
+LAYER_DROP = ("bart", "blenderbot", "blenderbot_small", "marian", "mbart", "mvp", "pegasus", "plbart")
+"""Model types that draw for every layer whether to leave it out; a rehearsal runs all layers."""
 KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("deepspeed/runtime/pipe/engine.py", "__init__"): 1,
     ("deepspeed/runtime/utils.py", "clip_tensors_by_global_norm"): True,
@@ -50,9 +52,11 @@ KNOWN: dict[tuple[str, str], int | float | bool] = {
     ("toolkit/runtime/mixtures/balance_loss.py", "routed_tokens"): 1,
     ("toolkit/runtime/models/head_loss.py", "_skips_prompts"): False,
     ("toolkit/runtime/models/micro_batch.py", "counted"): 1,
+    ("toolkit/runtime/pipeline/boundaries.py", "<genexpr>"): False,
     ("toolkit/runtime/pipeline/engine.py", "evaluate"): 1,
     ("toolkit/runtime/sharding/shard_model.py", "<listcomp>"): False,
     ("toolkit/runtime/sharding/shard_model.py", "finish"): False,
+    **{(f"transformers/models/{kind}/modeling_{kind}.py", "forward"): False for kind in LAYER_DROP},
     ("transformers/masking_utils.py", "_ignore_bidirectional_mask_sdpa"): False,
     ("transformers/masking_utils.py", "_ignore_causal_mask_sdpa"): False,
     ("transformers/masking_utils.py", "find_packed_sequence_indices"): False,
@@ -197,6 +201,19 @@ def _reduce_scatter_copies(args: Any) -> list[torch.Tensor]:
     return [args[1].clone()]
 
 
+def _promoted(args: Any) -> list[torch.Tensor]:
+    """torch (2.13) copies operands to cast them to their common type, where CUDA's kernels cast elements."""
+    common = torch.result_type(*args[:2])
+    operands = (one for one in args[:2] if isinstance(one, torch.Tensor))
+    return [torch.empty_like(one, dtype=common) for one in operands if one.dtype != common]
+
+
+def _promoted_in_place(args: Any) -> list[torch.Tensor]:
+    """Copies of an operator that writes into its first operand: a result of another type is one, too."""
+    copies = _promoted(args)
+    return copies if args[0].dtype == torch.result_type(*args[:2]) else [*copies, torch.empty_like(copies[0])]
+
+
 def _attention_workspace(args: Any) -> list[torch.Tensor]:
     """torch 2.13's flash kernel for CPUs: scores of a block and their gradients per thread; rows of the gradient."""
     gradient, query, key = args[:3]
@@ -209,7 +226,11 @@ def _attention_workspace(args: Any) -> list[torch.Tensor]:
     return scores if rows.is_contiguous() else [*scores, rows.contiguous()]
 
 
+ARITHMETIC = (aten.add, aten.sub, aten.mul, aten.div)
+ARITHMETIC_IN_PLACE = (aten.add_, aten.sub_, aten.mul_, aten.div_)
 INSIDE = {
+    **{operator.Tensor: _promoted for operator in ARITHMETIC},
+    **{operator.Tensor: _promoted_in_place for operator in ARITHMETIC_IN_PLACE},
     torch.ops.c10d._reduce_scatter_base_.default: _reduce_scatter_copies,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_workspace,
 }

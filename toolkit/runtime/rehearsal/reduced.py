@@ -61,7 +61,7 @@ def lengths(spec: RehearsalSpec, kinds: Sequence[Any]) -> tuple[int, ...]:
     """Layers (per stage) of the short models; empty: run the full one. `kinds`: what each layer looks like."""
     layers = len(kinds)
     if spec.every_layer or spec.plan.chunks > 1 or layer_key(spec, layers) is None or _shards_grow(spec):
-        return ()
+        return ()  # of an encoder-decoder no key counts the layers of both
     prefix, period = _pattern(kinds)
     short = SHORT
     if spec.plan.zero_stage == 3 and spec.plan.pp == 1:

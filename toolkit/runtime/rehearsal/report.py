@@ -61,7 +61,7 @@ class RehearsalSpec:
     """Rows of a sample."""
     rows: str = "plain"
     """What a row holds: a full sequence (`plain`), several documents (`packed`), one document and padding (`padded`),
-    a text with a class (`text`) or an image with a class (`image`)."""
+    a text with a class (`text`), an image with a class (`image`), or a source and a target (`seq2seq`)."""
     steps: int = 2
     evaluates: bool = True
     total_steps: int = 1000

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from toolkit.recipe.model_section import Model
 from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.engine.weight_average import FirstWeights
 from toolkit.runtime.metrics.step_clock import Lap
-from toolkit.runtime.models.build import find_layers, skeleton
+from toolkit.runtime.models.build import skeleton
 from toolkit.runtime.pipeline.engine import PipelineEngine
+from toolkit.runtime.pipeline.split import layer_lists
 from toolkit.runtime.rehearsal.ledger import Ledger
 
 PARTS = {"forward": "activations", "backward": "activations", "optimizer": "optimizer"}
@@ -146,11 +148,13 @@ def watch_gradients(ledger: Ledger, engine: Any, *, sharded: bool) -> None:
 
 def watch_modules(model: torch.nn.Module, tell: Callable[[str, str], None]) -> None:
     """Tell which module runs, forward or backward, and its path with the number of its layer left out."""
-    name, layers = find_layers(model)
-    own = [str(number) for number, layer in enumerate(layers) if next(layer.parameters(), None) is not None]
+    lists = {
+        name: [str(number) for number, layer in enumerate(layers) if next(layer.parameters(), None) is not None]
+        for name, layers in layer_lists(model).items()
+    }
     for path, module in model.named_modules():
         if path:
-            _watch_module(module, path, _kind(path, name, own), tell)
+            _watch_module(module, path, _kind(path, lists), tell)
 
 
 def _watch_module(module: torch.nn.Module, path: str, kind: str, tell: Callable[[str, str], None]) -> None:
@@ -169,20 +173,23 @@ def _watch_module(module: torch.nn.Module, path: str, kind: str, tell: Callable[
     module.register_forward_hook(leave)
 
 
-def _kind(path: str, layers: str, own: list[str]) -> str:
-    """`path` with `first`, `last` or `between` instead of the number of its layer."""
-    if not path.startswith(f"{layers}."):
+def _kind(path: str, lists: Mapping[str, Sequence[str]]) -> str:
+    """`path` with `first`, `last` or `between` instead of the number of its layer.
+
+    `lists`: numbers of the rank's layers by the name of their list; a stage may have none of an encoder's.
+    """
+    name = next((name for name, own in lists.items() if own and path.startswith(f"{name}.")), None)
+    if name is None:
         return path
-    number, _, rest = path.removeprefix(f"{layers}.").partition(".")
-    place = {own[0]: "first", own[-1]: "last"}.get(number, "between")
-    return f"{layers}.{place}.{rest}"
+    number, _, rest = path.removeprefix(f"{name}.").partition(".")
+    place = {lists[name][0]: "first", lists[name][-1]: "last"}.get(number, "between")
+    return f"{name}.{place}.{rest}"
 
 
 def kinds_of_layers(section: Model) -> list[Any]:
-    """What each layer looks like: parameters, type of attention, window."""
-    _, layers = find_layers(skeleton(section))
+    """What each layer looks like: parameters, type of attention, window. Those of an encoder come first."""
     found = []
-    for layer in layers:
+    for layer in itertools.chain.from_iterable(layer_lists(skeleton(section)).values()):
         shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
         marks = tuple(
             (key, str(value))

@@ -134,16 +134,20 @@ def _general_style(module: torch.nn.Module) -> str:
 
 
 def _with_embeddings(model: PreTrainedModel, styles: Styles) -> Styles:
-    """Token table and output head, sharded by vocabulary. If they share a parameter, both are sharded or neither."""
+    """Token table and output head, sharded by vocabulary. If they share a parameter, both are sharded or neither.
+
+    An encoder-decoder has the table several times, and tables stay tables.
+    """
     table: Any = model.get_input_embeddings()
-    names = {id(module): name for name, module in model.named_modules()}
-    if not isinstance(table, torch.nn.Embedding) or id(table) not in names:
+    if not isinstance(table, torch.nn.Embedding) or not any(module is table for module in model.modules()):
         return styles
-    own, result = names[id(table)], dict(styles)
-    sharers = [n for n, m in model.named_modules() if m is not table and getattr(m, "weight", None) is table.weight]
-    if not list(table.children()) and all(name in result for name in sharers):
-        return result | {own: "embedding_rowwise"} | dict.fromkeys(sharers, "colwise_gather_output")
-    for name in [own, *sharers]:
+    result = dict(styles)
+    sharing = {name: m for name, m in model.named_modules() if getattr(m, "weight", None) is table.weight}
+    tables = [name for name, module in sharing.items() if isinstance(module, torch.nn.Embedding)]
+    heads = [name for name in sharing if name not in tables]
+    if not list(table.children()) and all(name in result for name in heads):
+        return result | dict.fromkeys(tables, "embedding_rowwise") | dict.fromkeys(heads, "colwise_gather_output")
+    for name in sharing:
         result.pop(name, None)
     return result
 
