@@ -29,10 +29,10 @@ from toolkit.sessions.resolve import resolve
 
 gc.disable()  # until all tests are imported: imports make next to no garbage, and looking for it takes seconds
 environment.enter_processor_environment()  # tests compute in this process, too
-# Tests of adapters fork dozens of workers, each of which would import peft for three seconds; and each of thousands of
-# workers would import its model.
+# Tests of adapters fork dozens of workers, each of which would import peft for three seconds; those that are the first
+# to read some data would import datasets, with pandas; and each of thousands of workers would import its model.
 MODELS = ("llama", "gpt2", "mixtral", "qwen3", "gpt_oss", "gemma2", "bert")
-preload("peft", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
+preload("peft", "datasets", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
