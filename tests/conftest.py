@@ -39,21 +39,31 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", 
 
 LONGEST = (
     "commands/test_hosts.py",
-    "commands/test_resume.py",
+    "commands/test_slurm.py",
     "commands/test_launchers.py",
     "security/test_closed_door.py",
+    "runtime/checkpoint/test_checkpoint.py",
     "commands/test_ray.py",
+    "runtime/mixtures/test_expert_parallel.py",
     "runtime/rehearsal/test_rehearsal.py",
-    "runtime/rehearsal/test_host_waits.py",
+    "test_notebook.py",
+    "runtime/test_start.py",
+    "runtime/corpus/test_format_training.py",
+    "test_recipes.py",
+    "runtime/test_objectives.py",
+    "runtime/proofs/test_coverage.py",
+    "runtime/test_adapters.py",
     "runtime/supervision/test_supervise.py",
+    "runtime/layers/test_compiled_layers.py",
+    "runtime/layers/test_fused_kernels.py",
+    "commands/test_resume.py",
     "launching/test_launch_files.py",
     "runtime/proofs/test_autotp.py",
-    "commands/test_slurm.py",
-    "test_notebook.py",
+    "runtime/rehearsal/test_host_waits.py",
     "security/test_foreign_code.py",
     "security/test_other_user.py",
 )
-"""Files that take a minute or more: begun last, one of them would keep a core busy while the other has nothing left."""
+"""Files that take 20 s of CPU time or a minute: begun last, one would keep a core busy while the other has no work."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
