@@ -14,6 +14,7 @@ the imports.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import random
@@ -197,6 +198,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, lambda *_: None)  # under nohup, children would inherit that it is ignored
     if args.forked:
         importlib.import_module("toolkit.preload")
+        gc.freeze()  # keeps the garbage collector of each fork off what is imported
     outcomes = measure(args.count, args.seed, forked=args.forked)
     print(summary(outcomes))
     return 0 if all(one.ok for one in outcomes) else 1

@@ -29,31 +29,41 @@ from toolkit.sessions.resolve import resolve
 
 gc.disable()  # until all tests are imported: imports make next to no garbage, and looking for it takes seconds
 environment.enter_processor_environment()  # tests compute in this process, too
-# Tests of adapters fork dozens of workers, each of which would import peft for three seconds; and each of thousands of
-# workers would import its model.
+# Tests of adapters fork dozens of workers, each of which would import peft for three seconds; those that are the first
+# to read some data would import datasets, with pandas; and each of thousands of workers would import its model.
 MODELS = ("llama", "gpt2", "mixtral", "qwen3", "gpt_oss", "gemma2", "bert")
-preload("peft", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
+preload("peft", "datasets", *(f"transformers.models.{name}.modeling_{name}" for name in MODELS))
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 
 
 LONGEST = (
     "commands/test_hosts.py",
-    "commands/test_resume.py",
+    "commands/test_slurm.py",
     "commands/test_launchers.py",
     "security/test_closed_door.py",
+    "runtime/checkpoint/test_checkpoint.py",
     "commands/test_ray.py",
+    "runtime/mixtures/test_expert_parallel.py",
     "runtime/rehearsal/test_rehearsal.py",
-    "runtime/rehearsal/test_host_waits.py",
+    "test_notebook.py",
+    "runtime/test_start.py",
+    "runtime/corpus/test_format_training.py",
+    "test_recipes.py",
+    "runtime/test_objectives.py",
+    "runtime/proofs/test_coverage.py",
+    "runtime/test_adapters.py",
     "runtime/supervision/test_supervise.py",
+    "runtime/layers/test_compiled_layers.py",
+    "runtime/layers/test_fused_kernels.py",
+    "commands/test_resume.py",
     "launching/test_launch_files.py",
     "runtime/proofs/test_autotp.py",
-    "commands/test_slurm.py",
-    "test_notebook.py",
+    "runtime/rehearsal/test_host_waits.py",
     "security/test_foreign_code.py",
     "security/test_other_user.py",
 )
-"""Files that take a minute or more: begun last, one of them would keep a core busy while the other has nothing left."""
+"""Files that take 20 s of CPU time or a minute: begun last, one would keep a core busy while the other has no work."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

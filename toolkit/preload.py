@@ -1,6 +1,5 @@
 """Imported once by the fork server of warm workers: the modules that take seconds to import."""
 
-import gc
 import json
 
 import deepspeed.module_inject.auto_ep_layer
@@ -29,5 +28,3 @@ versions()  # reads the metadata of packages
 # DeepSpeed 0.19.8 prints the config of every engine, and asks of every value whether it is a mapping or a sequence. On
 # first use Python asks thousands of classes about each type, for 0.1 s; afterwards it knows.
 json.dumps([{"": [0, 0.0, True, None, ""]}], cls=ScientificNotationEncoder)
-
-gc.freeze()  # keeps the garbage collector of each worker off these objects, so that fork copies no pages for it

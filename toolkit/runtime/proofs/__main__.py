@@ -18,7 +18,6 @@ def main() -> int:
 
     from toolkit.plans.split_verdicts import Axes
     from toolkit.recipe.model_section import Lora, Model
-    from toolkit.runtime.proofs.coverage import try_autotp
     from toolkit.runtime.proofs.split_proof import prove
     from toolkit.runtime.proofs.unsplit import tiny_model_section
 
@@ -27,8 +26,12 @@ def main() -> int:
     question = json.loads(text)
     given, axes = question["model"], Axes(**question["axes"])
     section = Model(**{**given, "lora": Lora(**given["lora"]) if given["lora"] else None})
-    by_autotp = axes.tensor_by == "autotp"
-    verdict = try_autotp(tiny_model_section(section, axes), axes.tp) if by_autotp else prove(section, axes)
+    if axes.tensor_by == "autotp":
+        from toolkit.runtime.proofs.coverage import try_autotp
+
+        verdict = try_autotp(tiny_model_section(section, axes), axes.tp)
+    else:
+        verdict = prove(section, axes)
     print(json.dumps(asdict(verdict)))
     return 0
 

@@ -4,7 +4,6 @@ A type is trained in about thirty processes: its modeling module was a tenth of 
 """
 
 import contextlib
-import gc
 
 import peft.tuners.lora.bnb
 import peft.utils.transformers_weight_conversion  # noqa: F401
@@ -16,5 +15,3 @@ get_checkpoint_conversion_mapping("llama")  # makes the table of all types, whic
 for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
     with contextlib.suppress(Exception):  # a type that can't be imported fails in its own worker, with its reason
         getattr(transformers, name)
-
-gc.freeze()  # as in toolkit.preload

@@ -7,6 +7,7 @@ after CUDA was initialised.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -27,6 +28,8 @@ from toolkit.launching.environment import free_port, set_safe_path, use_loopback
 from toolkit.launching.launchers import WORKER, Command, private_directory, private_meeting
 
 GRACE_SECONDS = 5.0
+PRELOAD = ("toolkit.runtime.supervision.uncollected_imports", "toolkit.preload")
+"""Imported by the server that workers are forked from, in this order."""
 
 
 Enter = Callable[[tuple[str, ...], dict[str, str]], None]
@@ -40,8 +43,7 @@ def run_warm(commands: Sequence[Command], enter: Enter | None = None) -> list[in
 
 
 def _run_forked(commands: Sequence[Command], target: Enter) -> list[int]:
-    context = warm_context()
-    processes = [context.Process(target=target, args=(command.argv, dict(command.env))) for command in commands]
+    processes = [_process(target, command.argv, dict(command.env)) for command in commands]
     for process in processes:
         process.start()
     try:
@@ -67,7 +69,7 @@ class WarmProcess:
     @classmethod
     def start(cls, command: Command, enter: Enter | None = None) -> WarmProcess:
         """Fork a worker."""
-        process = warm_context().Process(target=enter or enter_worker, args=(command.argv, dict(command.env)))
+        process = _process(enter or enter_worker, command.argv, dict(command.env))
         process.start()
         return cls(process)
 
@@ -96,13 +98,25 @@ def warm_context() -> ForkServerContext:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     set_safe_path()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["toolkit.preload"])
+    context.set_forkserver_preload([*PRELOAD])
     return context
 
 
 def preload(*modules: str) -> None:
     """Have further modules imported once, by the server that workers are forked from; before the first worker."""
-    warm_context().set_forkserver_preload(["toolkit.preload", *modules])
+    warm_context().set_forkserver_preload([*PRELOAD, *modules])
+
+
+def _process(target: Callable[..., object], *args: Any) -> ForkServerProcess:
+    """A process that calls `target(*args)` with everything imported; not started yet."""
+    return warm_context().Process(target=_begin, args=(target, args))
+
+
+def _begin(target: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Entry of every forked process."""
+    gc.freeze()  # keeps the garbage collector off what the server has imported, so that fork copies no pages for it
+    gc.enable()
+    target(*args)
 
 
 def _await(processes: Sequence[ForkServerProcess]) -> None:
@@ -137,13 +151,10 @@ class Failure:
 
 def call_on_ranks(function: Callable[..., Any], *args: Any, nproc: int, timeout_seconds: float = 120.0) -> list[Any]:
     """Call `function(*args)` on each rank of a new process group; return results by rank, or `Failure`."""
-    context = warm_context()
     with private_meeting() as (directory, variables):
         world = {**variables, "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        processes = [
-            context.Process(target=_enter, args=(directory, rank, world, function, args)) for rank in range(nproc)
-        ]
+        processes = [_process(_enter, directory, rank, world, function, args) for rank in range(nproc)]
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout_seconds
