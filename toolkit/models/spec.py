@@ -23,8 +23,7 @@ __all__ = ["ModelSpec", "load_model_config", "read_model_config"]
 
 OWN_ATTENTION = frozenset(
     {
-        "codegen", "cpmant", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt", "openai-gpt",
-        "rembert", "roformer", "xglm", "xlm",
+        "cpmant", "megatron-bert", "mpt", "openai-gpt", "rembert", "roformer", "xglm", "xlm",
     }
 )  # fmt: skip
 """Types that compute the scores of all pairs of tokens in code of their own, whatever kernel is asked for."""

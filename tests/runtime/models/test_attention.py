@@ -355,7 +355,7 @@ def test_generation_with_a_cache_gives_the_tokens_of_transformers_attention(kind
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", ["bloom", "mpt", "gptj", "xglm", "llama", "gpt2", "opt"])
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "gptj", "falcon", "xglm", "llama", "gpt2", "opt"])
 def test_the_planner_knows_which_types_compute_all_scores_themselves(kind: str) -> None:
     own = "registry" in why_not(AutoConfig.for_model(kind), None)
     assert own == (kind in OWN_ATTENTION)

@@ -133,6 +133,12 @@ def test_windows_sinks_and_both_directions_are_exact(kind: str, cp: int, sp: int
     assert verdict.ok, verdict.reason
 
 
+@pytest.mark.parametrize("kind", ["bloom", "gpt_neo"])
+def test_real_ranks_use_the_ring_where_attention_is_code_of_its_own(kind: str) -> None:
+    """In a run the model and the one inside it have configs of their own; both must name the ring."""
+    assert_same(run(model(kind), ONE, SGD, "full"), run(model(kind), RING, SGD, "full"), loss=1e-6, norm=2e-6)
+
+
 @pytest.mark.parametrize(
     ("section", "data", "recompute"),
     [

@@ -94,12 +94,13 @@ class RegistryAttention:
     def _attn(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None) -> Any:
         """(rows, heads, tokens, width) → the same; transformers dictates the signature."""
         mask: Any = attention_mask
-        if isinstance(mask, torch.Tensor) or mask is None:  # generation; `_attn` adds masks
+        module: Any = self
+        local = getattr(module, "attention_type", "global") == "local"
+        if isinstance(mask, torch.Tensor) or (mask is None and local):  # generation; `_attn` adds masks
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, torch.finfo(query.dtype).min)
             return super()._attn(query, key, value, mask)  # type: ignore[misc]
-        module: Any = self
-        if getattr(module, "attention_type", "global") == "local":
+        if local:
             mask = replace(mask, window=self.config.window_size)
         dropout = getattr(module, "attn_dropout", None) or module.attention_dropout
         attended, _ = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
@@ -156,9 +157,12 @@ def set_function(model: PreTrainedModel, name: str) -> bool:
     if model.config.model_type not in TYPES:
         model.set_attn_implementation(name)
         return bool(model.config._attn_implementation == name)
-    model.config._attn_implementation_internal = name  # set_attn_implementation refuses types with code of their own
     for module in model.modules():
         if type(module) in KINDS:
             module.__class__ = KINDS[type(module)]
             module.config = model.config
+    for module in model.modules():  # a model and the one inside it may have configs of their own
+        if isinstance(module, PreTrainedModel) or type(module) in KINDS.values():
+            # set_attn_implementation refuses types with code of their own
+            module.config._attn_implementation_internal = name
     return True

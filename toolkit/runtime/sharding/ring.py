@@ -8,7 +8,7 @@ values travel with them and are home after one turn.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,10 @@ from toolkit.errors import first_line
 from toolkit.runtime.distributed.process_group import send_wait
 from toolkit.runtime.layers.recompute import kept_result
 from toolkit.runtime.models.attention_kernels import Request
-from toolkit.runtime.sharding import capped_blocks as capped
 from toolkit.runtime.sharding.ring_blocks import Block, Sees
+
+QUERIES = 128
+"""Queries at a time where scores are written out: they have as many rows, not one per token."""
 
 
 class RingGroup:
@@ -179,7 +181,7 @@ def _forward(given: tuple[torch.Tensor, ...], sees: Sees, turn: _Turn) -> tuple[
     aten, causal, scale = torch.ops.aten, sees is not Sees.ALL, turn.scale
     query, key, value = _backwards(given) if sees is Sees.LATER else given
     if turn.softcap is not None:
-        output, lse = capped.forward((query, key, value), scale, turn.softcap, causal=causal)
+        output, lse = _capped((query, key, value), scale, turn.softcap, causal=causal)
         return (output.flip(2), lse.flip(2)) if sees is Sees.LATER else (output, lse)
     if query.device.type == "cpu":
         output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
@@ -193,7 +195,7 @@ def _backward(given: tuple[torch.Tensor, ...], sees: Sees, turn: _Turn) -> tuple
     aten, causal, scale = torch.ops.aten, sees is not Sees.ALL, turn.scale
     given = _backwards(given) if sees is Sees.LATER else given
     if turn.softcap is not None:
-        of_block = capped.backward(given, scale, turn.softcap, causal=causal)
+        of_block = _capped_backward(given, scale, turn.softcap, causal=causal)
         return _backwards(of_block) if sees is Sees.LATER else of_block
     _, query, key, *_ = given
     if query.device.type == "cpu":
@@ -210,3 +212,66 @@ def _backward(given: tuple[torch.Tensor, ...], sees: Sees, turn: _Turn) -> tuple
 def _backwards(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Tensors with their tokens in the opposite order."""
     return tuple(tensor.flip(2) for tensor in tensors)
+
+
+def _capped(
+    given: tuple[torch.Tensor, ...], scale: float, cap: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log-sum-exp) of a block with capped scores, which flash kernels lack; key heads may be fewer."""
+    query, key, value = given
+    outputs, sums = [], []
+    for at, scores, _ in _pieces(query, key, scale, cap, causal=causal):
+        lse = scores.logsumexp(-1)
+        chances = (scores - lse[..., None]).exp_()
+        outputs.append((chances @ _repeated(value[:, :, : at.stop] if causal else value, query)).to(query.dtype))
+        sums.append(lse)
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
+
+
+def _capped_backward(
+    given: tuple[torch.Tensor, ...], scale: float, cap: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of such a block; its scores are computed again from the log-sum-exp over all keys."""
+    gradient, query, key, value, output, lse = given
+    wide = torch.promote_types(query.dtype, torch.float32)
+    of_key, of_value = (torch.zeros(each.shape, dtype=wide, device=each.device) for each in (key, value))
+    of_query = torch.empty(query.shape, dtype=wide, device=query.device)
+    lost = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True)
+    for at, scores, slope in _pieces(query, key, scale, cap, causal=causal):
+        seen = slice(0, at.stop if causal else None)
+        slopes, chances = gradient[:, :, at].to(wide), (scores - lse[:, :, at, None]).exp_()
+        of_value[:, :, seen] += _summed(chances.transpose(-1, -2) @ slopes, value)
+        values = _repeated(value[:, :, seen].to(wide), query)
+        of_scores = chances * (slopes @ values.transpose(-1, -2) - lost[:, :, at]) * slope * scale
+        of_query[:, :, at] = of_scores @ _repeated(key[:, :, seen].to(wide), query)
+        of_key[:, :, seen] += _summed(of_scores.transpose(-1, -2) @ query[:, :, at].to(wide), key)
+    return of_query, of_key, of_value
+
+
+def _pieces(
+    query: torch.Tensor, key: torch.Tensor, scale: float, cap: float, *, causal: bool
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Places of some queries, their capped scores, and the slope of the cap there."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    for start in range(0, query.shape[2], QUERIES):
+        at = slice(start, min(start + QUERIES, query.shape[2]))
+        keys = _repeated(key[:, :, : at.stop] if causal else key, query).to(wide)
+        share = torch.tanh(query[:, :, at].to(wide) @ keys.transpose(-1, -2) * (scale / cap))
+        scores = share * cap
+        if causal:
+            later = (
+                torch.arange(at.stop, device=query.device) > torch.arange(start, at.stop, device=query.device)[:, None]
+            )
+            scores = scores.masked_fill(later, float("-inf"))
+        yield at, scores, 1 - share.square()
+
+
+def _repeated(heads: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Key or value heads, one per query head."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], 1)
+
+
+def _summed(gradient: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Gradients of repeated heads, summed for each head that was repeated."""
+    rows, several, *rest = gradient.shape
+    return gradient.view(rows, heads.shape[1], several // heads.shape[1], *rest).sum(2)
