@@ -60,7 +60,7 @@ _SIZES = {
 }
 OF_TYPE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"head_dim": _SIZES["qk_rope_head_dim"], "num_hidden_layers": None},
+    "longcat_flash": {"head_dim": _SIZES["qk_rope_head_dim"], "num_hidden_layers": None, "zero_expert_num": 2},
     "nemotron_h": {"chunk_size": CHUNK},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM, "indexer_budget": 8,
@@ -70,7 +70,8 @@ OF_TYPE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Sizes that the code of a type (transformers 5.22.2) insists on: keys that its default config leaves empty (kinds of
 layers are repeated for all layers), the rotated part of a head under a second name, the only number of visits; and a
-size under a name that means something else in other types. None: a key that sets another one, and is left out."""
+size under a name that means something else in other types; experts without weights, of which LongCat's 256 would take
+every token from the few others. None: a key that sets another one, and is left out."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -45,6 +46,20 @@ def without_broadcast() -> Iterator[None]:
         yield
     finally:
         engine._broadcast_model = broadcast
+
+
+def follow_as_one(model: torch.nn.Module) -> None:
+    """Let ZeRO 3 not look into modules that hold a matrix per expert.
+
+    DeepSpeed 0.19.8 fetches ahead by the order in which modules ran, those without parameters included. LongCat's
+    experts call an identity only if a token visits it, so ranks fetched in different orders, and waited for ever.
+    This can go when modules without parameters are left out of that order.
+    """
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        matrices = any(len(getattr(one, "ds_shape", one.shape)) == 3 for one in own)
+        if matrices and next(module.children(), None) and len(own) == len(list(module.parameters())):
+            deepspeed.utils.set_z3_leaf_module(module, True)
 
 
 def undo_first_step(optimizer: Any) -> None:

@@ -14,7 +14,14 @@ from toolkit.recipe.sections import Train
 from toolkit.runtime.distributed.mesh import Mesh, TensorUnit
 from toolkit.runtime.distributed.process_group import HostSum, device
 from toolkit.runtime.engine import gradient_reduction, host_waits, weight_average
-from toolkit.runtime.engine.deepspeed_fixups import Scaling, begin, skip_batch_check, undo_first_step, without_broadcast
+from toolkit.runtime.engine.deepspeed_fixups import (
+    Scaling,
+    begin,
+    follow_as_one,
+    skip_batch_check,
+    undo_first_step,
+    without_broadcast,
+)
 from toolkit.runtime.engine.gradient_norm import GradientNormMeter, NoiseMeter
 from toolkit.runtime.engine.nonfinite import NonFiniteCounter
 from toolkit.runtime.engine.parameter_groups import parameter_groups
@@ -72,6 +79,7 @@ class ReplicaEngine:
         self._clock: Clock = NoClock()
         model.get_input_embeddings().register_forward_hook(self._nonfinite.after_embedding)  # type: ignore[operator]
         optimizer, config = own_optimizer(train, config)
+        follow_as_one(model)
         with without_broadcast():
             self._engine, *_ = deepspeed.initialize(
                 model=model,
