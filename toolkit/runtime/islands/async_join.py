@@ -226,8 +226,8 @@ class Claims:
             return "end"
         if self._held is not None:
             return self._in_turn(self._held)
-        unfinished = store.read(f"open/{own}")
-        if rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
+        unfinished = store.read(f"open/{own}") if rounds_done == 0 else None
+        if unfinished is not None and self._take_over(unfinished):
             return int(unfinished)  # an earlier incarnation of this island had claimed it
         if self._limits.in_turns and (self._is_ahead() or not self._all_have_come()):
             return "wait"
@@ -349,12 +349,11 @@ class Claims:
         """Whether a live island would fall behind by more updates than `max_staleness` allows."""
         if self._limits.in_turns:
             return False
+        bases = []
         for island in range(self._transfer.num_islands):
             if island == self._own or not self._transfer.alive(island):
                 continue
             number = self._store.read(f"open/{island}")
-            base = self._store.read(f"base/{island}", 0)
-            is_training = number is not None and number not in self._state.completed
-            if is_training and self._total_updates() - base >= self._limits.max_staleness:
-                return True
-        return False
+            if number is not None and number not in self._state.completed:
+                bases.append(self._store.read(f"base/{island}", 0))
+        return bool(bases) and self._total_updates() - min(bases) >= self._limits.max_staleness
