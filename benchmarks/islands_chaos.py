@@ -163,8 +163,9 @@ class Chaos:
     def disturb(self) -> None:
         """One event: at least one island stays undisturbed."""
         living = [site for site in self.sites if site.lives]
-        what = self._random.choice(["kill", "stop", "cut", "leave", "join"])
-        if len(living) < 2 or (what == "join" and len(living) < MOST_ISLANDS):
+        joins = ["join"] if len(living) < MOST_ISLANDS else []
+        what = self._random.choice(["kill", "stop", "cut", "leave", *joins])
+        if len(living) < 2 or what == "join":
             self._note(f"{self.start().name} joins")
             return
         victim = self._random.choice(living)

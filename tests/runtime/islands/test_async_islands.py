@@ -184,6 +184,38 @@ def test_a_run_that_is_stopped_goes_on(together: Together) -> None:
     done.assert_whole()
 
 
+def stopped_until_the_others_are_done(island: RunDir) -> None:
+    """Stop the second island in the middle of a round until the first one has done that round, too."""
+    send(signal.SIGSTOP)(island)
+    other = RunDir(island.path.with_name("0")).metrics
+    while len({record["step"] for path in (other, island.metrics) for record in recorded(path)}) < 2 * STEPS:
+        time.sleep(0.05)
+    send(signal.SIGCONT)(island)
+
+
+def recorded(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+
+
+def test_an_island_that_was_away_loses_its_round_only(together: Together) -> None:
+    """Others redid its round, but it has all of their updates: it need not start again."""
+    overrides = ("strategy.local_steps=12", "checkpoint.every=12")
+    done = together(*overrides, disturb=after(1, 8, stopped_until_the_others_are_done))
+    assert done.code == 0, done.said
+    assert "has left" not in done.said
+    assert "is lost: another island did it" in done.run.island(1).log(0).read_text()
+    done.assert_whole()
+    done.assert_agreed()
+
+
+def test_an_island_that_misses_removed_updates_starts_again(together: Together) -> None:
+    """The others keep few updates for those who have left: without all of them its weights would not be the run's."""
+    done = together(disturb=after(1, 2, stopped_until_the_others_are_done), restarts=1)
+    assert done.code == 0, done.said
+    assert "updates which it misses were removed; start it again" in done.said
+    done.assert_whole()
+
+
 @dataclass(frozen=True)
 class Lagging:
     """The steps of an island take longer."""

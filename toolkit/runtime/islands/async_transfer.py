@@ -39,6 +39,9 @@ class BackgroundTransfer:
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Newest heartbeat of each kind and island, and when it was first seen."""
         self._kind = JOINING
+        self._beaten = time.monotonic()
+        self.was_away = False
+        """Whether the others could take this island for one that has left: they keep no updates for it then."""
         self._ended = threading.Event()
         self.sent_bytes = self.received_bytes = 0
         """Encoded updates that this rank has sent and fetched."""
@@ -160,6 +163,8 @@ class BackgroundTransfer:
     def _beat(self, store: UpdateStore) -> None:
         if self._rank == 0:
             store.send_beat(time.time_ns(), self._kind)
+            before, self._beaten = self._beaten, time.monotonic()
+            self.was_away |= self._beaten - before > DEAD_SECONDS
             for key in itertools.product((BEAT, JOINING), range(store.num_islands())):
                 beat = store.beat(key[1], key[0])
                 if self._beats.get(key, (None, 0.0))[0] != beat:
