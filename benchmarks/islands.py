@@ -184,7 +184,8 @@ def fresh(steps: int, mbit: int, seed: int) -> list[Run]:
     rate, from_seed = f"{mbit} Mbit/s", f"train.seed={seed}"
     count = [f"train.steps={steps}", from_seed]
     slow_sync = over_link(f"every step, {rate}", [from_seed, "train.steps=8", *SYNC], mbit=mbit)
-    own = over_link("2 bits every 4 steps, no limit", [from_seed, f"train.steps={FREE_STEPS}", *STREAMED], mbit=None)
+    free = [from_seed, f"train.steps={min(steps, FREE_STEPS)}", *STREAMED]
+    own = over_link("2 bits every 4 steps, no limit", free, mbit=None)
     sync, muon = in_one_process("every step", count), in_one_process("every step, Muon", [*count, *MUON])
     found = [slow_sync, own, sync, muon]
     print(f"every step, Muon: held-out loss {muon.final / sync.final - 1:+.2%} against AdamW", flush=True)

@@ -160,9 +160,13 @@ class Chaos:
         self.sites.append(Site(f"site {number}", proxy, process, folder))
         return self.sites[-1]
 
+    def living(self) -> list[Site]:
+        """Islands that live; all are asked, so that the end of each is noted in time."""
+        return [site for site in self.sites if site.lives]
+
     def disturb(self) -> None:
         """One event: at least one island stays undisturbed."""
-        living = [site for site in self.sites if site.lives]
+        living = self.living()
         joins = ["join"] if len(living) < MOST_ISLANDS else []
         what = self._random.choice(["kill", "stop", "cut", "leave", *joins])
         if len(living) < 2 or what == "join":
@@ -188,7 +192,7 @@ class Chaos:
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the run, and count."""
-        while any(site.lives for site in self.sites):
+        while self.living():
             time.sleep(0.5)
         self.mailbox.terminate()
         self.mailbox.wait()
@@ -238,7 +242,7 @@ def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
         for number in range(2):
             chaos.start("--island", str(number))
         after = time.monotonic() + 1.5 * period
-        while any(site.lives for site in chaos.sites):
+        while chaos.living():
             time.sleep(0.5)
             over = any(site.ended and site.process.returncode == 0 for site in chaos.sites)
             if not calm and not over and time.monotonic() > after:

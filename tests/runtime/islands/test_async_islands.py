@@ -184,6 +184,25 @@ def test_a_run_that_is_stopped_goes_on(together: Together) -> None:
     done.assert_whole()
 
 
+@dataclass(frozen=True)
+class Lagging:
+    """The steps of an island take longer."""
+
+    seconds: float
+    island: int = 1
+
+    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
+        if env["TOOLKIT_ISLAND"].startswith(f"{self.island}/"):
+            step = ReplicaEngine.step
+
+            def slow(*args: Any) -> Any:
+                time.sleep(self.seconds)
+                return step(*args)
+
+            ReplicaEngine.step = slow  # type: ignore[method-assign]
+        enter_worker(argv, env)
+
+
 def stopped_until_the_others_are_done(island: RunDir) -> None:
     """Stop the second island in the middle of a round until the first one has done that round, too."""
     send(signal.SIGSTOP)(island)
@@ -210,29 +229,15 @@ def test_an_island_that_was_away_loses_its_round_only(together: Together) -> Non
 
 def test_an_island_that_misses_removed_updates_starts_again(together: Together) -> None:
     """The others keep few updates for those who have left: without all of them its weights would not be the run's."""
-    done = together(disturb=after(1, 2, stopped_until_the_others_are_done), restarts=1)
+    done = together(
+        "strategy.local_steps=2",
+        disturb=after(1, 1, stopped_until_the_others_are_done),
+        enter=lambda command: WarmProcess.start(command, Lagging(0.3, island=0)),
+        restarts=1,
+    )
     assert done.code == 0, done.said
     assert "updates which it misses were removed; start it again" in done.said
     done.assert_whole()
-
-
-@dataclass(frozen=True)
-class Lagging:
-    """The steps of an island take longer."""
-
-    seconds: float
-    island: int = 1
-
-    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
-        if env["TOOLKIT_ISLAND"].startswith(f"{self.island}/"):
-            step = ReplicaEngine.step
-
-            def slow(*args: Any) -> Any:
-                time.sleep(self.seconds)
-                return step(*args)
-
-            ReplicaEngine.step = slow  # type: ignore[method-assign]
-        enter_worker(argv, env)
 
 
 def test_who_lags_does_less(together: Together) -> None:

@@ -214,6 +214,8 @@ class Claims:
         """The round that was claimed last."""
         self._absent: list[int] = []
         """Islands that the first turn waits for."""
+        self._bases: dict[int, int] = {}
+        """Island → updates that were published when it last began a round, as last read: the number only grows."""
         self._lost: tuple[set[int], float] = (set(), 0.0)
         """Rounds that are missing although nobody works on one, and since when they are."""
 
@@ -244,7 +246,7 @@ class Claims:
         return self._in_turn(number) if self._limits.in_turns else self._begin(number)
 
     def _begin(self, number: int) -> int:
-        self._store.write(f"base/{self._own}", self._total_updates())
+        self._store.write(f"base/{self._own}", self._transfer.num_published)
         self._store.write(f"open/{self._own}", number)
         return number
 
@@ -342,18 +344,20 @@ class Claims:
             self._lost = (missing, time.monotonic())
         return missing if time.monotonic() - self._lost[1] > DEAD_SECONDS else set()
 
-    def _total_updates(self) -> int:
-        return sum(self._store.num_updates(island) for island in range(self._transfer.num_islands))
-
     def _too_far_ahead(self) -> bool:
         """Whether a live island would fall behind by more updates than `max_staleness` allows."""
         if self._limits.in_turns:
             return False
-        bases = []
-        for island in range(self._transfer.num_islands):
-            if island == self._own or not self._transfer.alive(island):
-                continue
-            number = self._store.read(f"open/{island}")
-            if number is not None and number not in self._state.completed:
-                bases.append(self._store.read(f"base/{island}", 0))
-        return bool(bases) and self._total_updates() - min(bases) >= self._limits.max_staleness
+        others = (island for island in range(self._transfer.num_islands) if island != self._own)
+        return any(self._transfer.alive(island) and self._lags(island) for island in others)
+
+    def _lags(self, island: int) -> bool:
+        """Whether others must wait for an island. The store is asked only if what is known of it leaves that open."""
+        published, most = self._transfer.num_published, self._limits.max_staleness
+        if published - self._bases.get(island, 0) < most:
+            return False
+        self._bases[island] = base = int(self._store.read(f"base/{island}", 0))
+        if published - base < most:
+            return False
+        number = self._store.read(f"open/{island}")
+        return number is not None and number not in self._state.completed

@@ -33,6 +33,8 @@ class BackgroundTransfer:
         self._layout, self._encoding = layout, encoding
         self._rank, self._ranks = rank, ranks
         self._fetched: list[int] = []
+        self._published: list[int] = []
+        """Updates that each island has published, as last seen."""
         self._outgoing: queue.Queue[Task] = queue.Queue()
         self._arrived: list[list[Update]] = [[] for _ in range(membership.islands)]
         self._failure: Exception | None = None
@@ -59,12 +61,18 @@ class BackgroundTransfer:
         fetch only those before this serial number (of earlier incarnations); this one sends the rest itself.
         """
         self._fetched, self._own_until, self._kind = list(fetched), own_until, BEAT
+        self._published = list(fetched)
         self._start(self._fetch)
 
     @property
     def num_islands(self) -> int:
         """Islands of the run, as far as this rank knows."""
         return len(self._arrived)
+
+    @property
+    def num_published(self) -> int:
+        """Updates that all islands have published, as far as this rank knows."""
+        return sum(self._published)
 
     def send(self, task: Task) -> None:
         """Run a task in the background, after those queued before it."""
@@ -148,9 +156,10 @@ class BackgroundTransfer:
     def _fetch(self, store: UpdateStore) -> None:
         islands = store.num_islands()
         self._fetched += [0] * (islands - len(self._fetched))
+        self._published += [0] * (islands - len(self._published))
         self._arrived += [[] for _ in range(islands - len(self._arrived))]
         for island in range(islands):
-            published = store.num_updates(island)
+            published = self._published[island] = store.num_updates(island)
             if island == self._membership.island:
                 published = min(published, self._own_until)
             while self._fetched[island] < published:
