@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks.harness import browser
 from benchmarks.harness.slow_link import Link, address, move_into
-from benchmarks.harness.unequal_islands import own_speeds, slow_down, speeds, together
+from benchmarks.harness.unequal_islands import in_turns, slow_down
 from toolkit.checkpoints import store
 from toolkit.launching import launchers
 from toolkit.recipe.file import load_recipe
@@ -265,34 +265,26 @@ def slow(steps: int) -> list[Run]:
 
 UNEQUAL_BATCH = 12
 """Sequences per step of three islands: each has a third."""
-OWN_SECONDS = 60.0
 
 
 def unequal(steps: int) -> list[Run]:
-    """Three islands of 1, 1 and 2 processes, one 3 x slower: their speed together against the sum of their own.
-
-    Their own speeds are measured before and after, because others may use the machine.
-    """
+    """Three islands of 1, 1 and 2 processes, one 3 x slower: their speed together against the sum of their own."""
     given = [*SMALL, "checkpoint.every=0", "metrics.detail_every=0"]
-    with tempfile.TemporaryDirectory(prefix="islands-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
         axes = [f"train.steps={steps}", f"train.global_batch={UNEQUAL_BATCH}", *SYNC]
-        run = resolve(load_recipe(find_recipe("demo"), [*given, *axes]), 2).write(folder / "sync")
+        run = resolve(load_recipe(find_recipe("demo"), [*given, *axes]), 2).write(Path(folder) / "sync")
         assert not any(run_warm(launchers.commands("local", run.path, 2, "cpu")))
         sync = measured("synchronous", run)
-        own = [own_speeds(given, UNEQUAL_BATCH, OWN_SECONDS, folder / "before")]
-        found = together(given, UNEQUAL_BATCH, steps, folder)
-        own.append(own_speeds(given, UNEQUAL_BATCH, OWN_SECONDS, folder / "after"))
-    for when, rates in zip(("before", "after"), own, strict=True):
-        print(f"own speeds {when}: {', '.join(f'{rate:,.0f}' for rate in rates)}; {sum(rates):,.0f} tokens/s")
-    rates, alone = speeds(found), statistics.mean(sum(rates) for rates in own)
-    print(f"together: {', '.join(f'{rate:,.0f}' for rate in rates)}; {sum(rates):,.0f} tokens/s")
-    by_step = sorted((record for records in found for record in records), key=lambda record: record["step"])
+        both, alone = in_turns(given, UNEQUAL_BATCH, steps, Path(folder))
+        rates, own = both.speeds(), alone.speeds()
+        by_step = sorted((record for found in both.records() for record in found), key=lambda record: record["step"])
     assert [record["step"] for record in by_step] == list(range(1, 3 * steps + 1)), "not every step once"
-    run_together = Run("unequal islands", [record["loss"] for record in by_step], sum(rates), extra={"own": own})
-    print(f"throughput: {sum(rates) / alone:.3f} x the sum of their own speeds")
-    print(f"loss after the same tokens: {run_together.final / sync.final - 1:+.2%} against synchronous training")
-    return [sync, run_together]
+    for name, found in (("own", own), ("together", rates)):
+        print(f"{name}: {', '.join(f'{rate:,.0f}' for rate in found)}; {sum(found):,.0f} tokens/s")
+    together = Run("unequal islands", [record["loss"] for record in by_step], sum(rates), extra={"own": own})
+    print(f"throughput: {sum(rates) / sum(own):.3f} x the sum of their own speeds, {len(alone.turns)} turns each")
+    print(f"loss after the same tokens: {together.final / sync.final - 1:+.2%} against synchronous training")
+    return [sync, together]
 
 
 def kills(count: int) -> list[Run]:

@@ -44,7 +44,7 @@ ROUND = 100
 RECIPE = (
     "data.seq_len=64", "train.global_batch=8", "train.lr=2e-3", "metrics.console=false", "metrics.detail_every=0",
     "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
-    "metrics.wandb={mode: disabled}", f"checkpoint.every={ROUND}", "checkpoint.keep=2",
+    "metrics.wandb={mode: disabled}", f"checkpoint.every={5 * ROUND}", "checkpoint.keep=2",
     f"strategy={{name: local_sgd, islands: 2, local_steps: {ROUND}, zero_stage: 0}}",
     "train.outer={mode: async, bits: 2}",
 )  # fmt: skip

@@ -16,7 +16,7 @@ def steps(first: int, begin: float, count: int, seconds: float = 1.0) -> list[di
 
 def test_every_second_of_an_island_is_counted_once() -> None:
     # Starts at 0, trains from 10 to 13, is stopped in a step from 14 to 20, trains to 23, is cut off at 22 until 30
-    # while its round lasts until 24, trains its last step at 31, and ends at 33. Two steps are done by another one later.
+    # while its round lasts until 24, trains its last step at 31, and ends at 33. Two steps are done by another later.
     records = [*steps(1, 10, 4), {"step": 5, "time": 21.0, "step_seconds": 7.0}, *steps(6, 21, 3), *steps(9, 31, 1)]
     life = Life((0.0, 33.0), records, stopped=[(14.0, 20.0)], cut=[(22.0, 30.0)])
     other = Life((0.0, 60.0), steps(1, 50, 2))
