@@ -194,8 +194,8 @@ def fresh(steps: int, mbit: int, seed: int) -> list[Run]:
         faster = run.tokens_per_second / slow_sync.tokens_per_second
         fewer = slow_sync.link_bytes / 8 / (run.link_bytes / steps)
         against_muon = f", {run.final / muon.final - 1:+.2%} against Muon" if "Muon" in name else ""
-        print(f"{name}: {faster:.1f} x as fast as every step, {run.tokens_per_second / own.tokens_per_second:.3f} x its"
-              f" own speed without a limit, {fewer:.0f} x fewer bytes per token, held-out loss"
+        print(f"{name}: {faster:.1f} x as fast as every step, {run.tokens_per_second / own.tokens_per_second:.3f} x the"
+              f" speed of {own.name} (AdamW), {fewer:.0f} x fewer bytes per token, held-out loss"
               f" {run.final / sync.final - 1:+.2%} against AdamW at every step{against_muon}", flush=True)  # fmt: skip
         found.append(run)
     return found
