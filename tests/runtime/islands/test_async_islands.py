@@ -33,6 +33,7 @@ from toolkit.run_dir.trajectory import largest_difference
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.islands import async_transfer
 from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
 from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import StoreKey, new_key, read_key
@@ -216,10 +217,22 @@ def recorded(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
 
 
+@dataclass(frozen=True)
+class Forgetful(Lagging):
+    """An island that keeps no updates for those who have left."""
+
+    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
+        async_transfer.KEEP_SECONDS = async_transfer.DEAD_SECONDS
+        super().__call__(argv, env)
+
+
 def test_an_island_that_was_away_loses_its_round_only(together: Together) -> None:
-    """Others redid its round, but it has all of their updates: it need not start again."""
-    overrides = ("strategy.local_steps=12", "checkpoint.every=12")
-    done = together(*overrides, disturb=after(1, 8, stopped_until_the_others_are_done))
+    """Others redid its round, and have kept all of their updates for it: it need not start again."""
+    done = together(
+        "strategy.local_steps=2",
+        disturb=after(1, 1, stopped_until_the_others_are_done),
+        enter=lambda command: WarmProcess.start(command, Lagging(0.3, island=0)),
+    )
     assert done.code == 0, done.said
     assert "has left" not in done.said
     assert "is lost: another island did it" in done.run.island(1).log(0).read_text()
@@ -232,7 +245,7 @@ def test_an_island_that_misses_removed_updates_starts_again(together: Together) 
     done = together(
         "strategy.local_steps=2",
         disturb=after(1, 1, stopped_until_the_others_are_done),
-        enter=lambda command: WarmProcess.start(command, Lagging(0.3, island=0)),
+        enter=lambda command: WarmProcess.start(command, Forgetful(0.3, island=0)),
         restarts=1,
     )
     assert done.code == 0, done.said
@@ -359,7 +372,10 @@ def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
 
 
 def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Together) -> None:
-    done = together(disturb=after(1, 8, send(signal.SIGTERM)))
+    def start(command: Command) -> WarmProcess:  # slow, so that the request comes in the middle of a round
+        return WarmProcess.start(command, Lagging(0.1, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    done = together(disturb=after(1, 8, send(signal.SIGTERM)), enter=start)
     assert done.code == 0, done.said
     assert "is handed back" in done.run.island(1).log(0).read_text()
     done.assert_whole()

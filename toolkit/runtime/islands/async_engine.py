@@ -313,7 +313,7 @@ class AsyncIslandEngine:
         is_lost = publishes and not self._claims.holds(self._round)
         if is_lost:
             print(f"round {self._round} is lost: another island did it while this one was away", flush=True)
-        rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.present(island)]
+        rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.needs_updates(island)]
         known = min([(row[own : own + 1] or [0])[0] for row in rows if row is not None], default=self._serial())
         wanted = store.number("want/count")
         requests = [

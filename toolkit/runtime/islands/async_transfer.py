@@ -20,6 +20,8 @@ FLUSH_SECONDS = 5.0
 """Time for the last update of an island that was asked to stop."""
 DEAD_SECONDS = 10.0
 """An island without a heartbeat for this long has left; it may join again."""
+KEEP_SECONDS = 60.0
+"""Updates are kept for an island without a heartbeat for this long: one that was stopped or cut off can catch up."""
 
 Task = Callable[[UpdateStore], None]
 
@@ -43,7 +45,7 @@ class BackgroundTransfer:
         self._kind = JOINING
         self._beaten = time.monotonic()
         self.was_away = False
-        """Whether the others could take this island for one that has left: they keep no updates for it then."""
+        """Whether the others could take this island for one that has left: updates are kept for it for a while only."""
         self._ended = threading.Event()
         self.sent_bytes = self.received_bytes = 0
         """Encoded updates that this rank has sent and fetched."""
@@ -103,14 +105,18 @@ class BackgroundTransfer:
             del updates[:count]
         return taken
 
-    def alive(self, island: int, kind: str = BEAT) -> bool:
+    def alive(self, island: int) -> bool:
         """Whether an island's heartbeat has moved within `DEAD_SECONDS`. Only the island's first rank knows."""
-        _, since = self._beats.get((kind, island), (0, time.monotonic()))
-        return time.monotonic() - since < DEAD_SECONDS
+        return self._silence(island, BEAT) < DEAD_SECONDS
 
-    def present(self, island: int) -> bool:
-        """Whether an island trains, or waits to: updates are kept for it."""
-        return self.alive(island) or self.alive(island, JOINING)
+    def needs_updates(self, island: int) -> bool:
+        """Whether an island trains, waits to, or may yet come back: updates are kept for it."""
+        return min(self._silence(island, BEAT), self._silence(island, JOINING)) < KEEP_SECONDS
+
+    def _silence(self, island: int, kind: str) -> float:
+        """Seconds since an island's heartbeat has moved; 0 for one that was never asked for."""
+        now = time.monotonic()
+        return now - self._beats.get((kind, island), (0, now))[1]
 
     def has_left(self, island: int, beat: int) -> bool:
         """Whether an island is not alive. `beat`: its newest heartbeat, because it may have joined again since."""
