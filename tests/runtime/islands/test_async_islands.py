@@ -228,11 +228,11 @@ class Forgetful(Lagging):
 
 def test_an_island_that_was_away_loses_its_round_only(together: Together) -> None:
     """Others redid its round, and have kept all of their updates for it: it need not start again."""
-    done = together(
-        "strategy.local_steps=2",
-        disturb=after(1, 1, stopped_until_the_others_are_done),
-        enter=lambda command: WarmProcess.start(command, Lagging(0.3, island=0)),
-    )
+
+    def start(command: Command) -> WarmProcess:  # slow, so that it is stopped in the middle of a round
+        return WarmProcess.start(command, Lagging(0.2, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    done = together(disturb=after(1, 2, stopped_until_the_others_are_done), enter=start)
     assert done.code == 0, done.said
     assert "has left" not in done.said
     assert "is lost: another island did it" in done.run.island(1).log(0).read_text()
@@ -242,14 +242,14 @@ def test_an_island_that_was_away_loses_its_round_only(together: Together) -> Non
 
 def test_an_island_that_misses_removed_updates_starts_again(together: Together) -> None:
     """The others keep few updates for those who have left: without all of them its weights would not be the run's."""
-    done = together(
-        "strategy.local_steps=2",
-        disturb=after(1, 1, stopped_until_the_others_are_done),
-        enter=lambda command: WarmProcess.start(command, Forgetful(0.3, island=0)),
-        restarts=1,
-    )
+
+    def start(command: Command) -> WarmProcess:
+        return WarmProcess.start(command, Forgetful(0.2, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    overrides = ("strategy.local_steps=4", "checkpoint.every=4")
+    done = together(*overrides, disturb=after(1, 2, stopped_until_the_others_are_done), enter=start, restarts=1)
     assert done.code == 0, done.said
-    assert "updates which it misses were removed; start it again" in done.said
+    assert "updates which it misses were removed or replaced; start it again" in done.said
     done.assert_whole()
 
 

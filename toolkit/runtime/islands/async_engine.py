@@ -269,7 +269,7 @@ class AsyncIslandEngine:
                 self._claims.dropped_rounds.add(update.round)
         if arrived and self._agree(lambda: self._transfer.was_away):
             if len(accepted) < len(arrived):
-                what = "was away so long that updates which it misses were removed; start it again"
+                what = "was away so long that updates which it misses were removed or replaced; start it again"
                 raise RankFailed(f"island {self._island} {what}")
             self._transfer.was_away = False
         return accepted
@@ -310,9 +310,10 @@ class AsyncIslandEngine:
         behind = sum(update.island != own for update in updates)
         if self._rounds_done <= 1 or self._limits.in_turns:
             behind = max(behind, len(others))  # the others' updates of the first round, or of this turn, come later
-        is_lost = publishes and not self._claims.holds(self._round)
+        done = self._round in self._state.completed or any(update.round == self._round for update in updates)
+        is_lost = publishes and (done or not self._claims.holds(self._round))
         if is_lost:
-            print(f"round {self._round} is lost: another island did it while this one was away", flush=True)
+            print(f"round {self._round} is lost: another island did it, too", flush=True)
         rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.needs_updates(island)]
         known = min([(row[own : own + 1] or [0])[0] for row in rows if row is not None], default=self._serial())
         wanted = store.number("want/count")
