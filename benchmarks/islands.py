@@ -2,7 +2,7 @@
 
 python -m benchmarks.islands link [--steps 200] [--warm 400] [--json FILE]    # as root: it makes network namespaces
 python -m benchmarks.islands fresh [--steps 600] [--mbit 50] [--seed 0] [--json FILE]   # from random weights
-python -m benchmarks.islands slow|kills [--steps N] [--json FILE]
+python -m benchmarks.islands slow|unequal|kills [--steps N] [--json FILE]
 python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
 """
 
@@ -28,6 +28,7 @@ from rich.console import Console
 
 from benchmarks.harness import browser
 from benchmarks.harness.slow_link import Link, address, move_into
+from benchmarks.harness.unequal_islands import in_turns, slow_down
 from toolkit.checkpoints import store
 from toolkit.launching import launchers
 from toolkit.recipe.file import load_recipe
@@ -35,7 +36,6 @@ from toolkit.resources import find_recipe
 from toolkit.run_dir import heartbeat
 from toolkit.run_dir.async_islands import gather
 from toolkit.run_dir.layout import RunDir
-from toolkit.runtime.engine.replica import ReplicaEngine
 from toolkit.runtime.supervision.warm_pool import WarmProcess, enter_worker, run_warm
 from toolkit.sessions.islands import local_store, prepare_islands, watch_islands
 from toolkit.sessions.resolve import resolve
@@ -156,28 +156,47 @@ def _link(start: list[str], steps: int, warm: int) -> list[Run]:
 
 
 FEW_BITS = "strategy={name: local_sgd, islands: 2, local_steps: 4, zero_stage: 0}"
+MUON = ("train.optimizer=muon", "train.lr=1e-3")
+STREAMED = (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto}")
 FRESH = {
-    "2 bits every 4 steps": (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto}"),
+    "2 bits every 4 steps": STREAMED,
+    "2 bits every 4 steps, Muon": (*STREAMED, *MUON),
     "auto": (
         FEW_BITS.replace("4,", "auto,"),
         "train.outer={bits: auto, mode: overlap, fragments: auto}",
     ),
 }
 """Islands from random weights: name → overrides."""
+FREE_STEPS = 300
+"""Steps without a limit of the link, for the islands' own speed."""
+
+
+def in_one_process(name: str, overrides: Sequence[str]) -> Run:
+    """Synchronous training without a link: the loss that islands are compared with."""
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        run = resolve(load_recipe(find_recipe("demo"), [*LARGE, *SYNC, *overrides]), 1).write(Path(folder) / "run")
+        assert not any(run_warm(launchers.commands("local", run.path, 1, "cpu"))), run.log(0).read_text()[-2000:]
+        return measured(name, run)
 
 
 def fresh(steps: int, mbit: int, seed: int) -> list[Run]:
-    """From random weights over a slow link: speed and bytes against every step in fp32, loss against no limit."""
-    count = [f"train.steps={steps}", f"train.seed={seed}"]
-    slow_sync = over_link(f"every step, {mbit} Mbit/s", [f"train.seed={seed}", "train.steps=8", *SYNC], mbit=mbit)
-    sync = over_link("every step, no limit", [*count, *SYNC], mbit=None)
-    found = [slow_sync, sync]
+    """From random weights over a slow link: speed and bytes against every step in fp32, loss against one process."""
+    rate, from_seed = f"{mbit} Mbit/s", f"train.seed={seed}"
+    count = [f"train.steps={steps}", from_seed]
+    slow_sync = over_link(f"every step, {rate}", [from_seed, "train.steps=8", *SYNC], mbit=mbit)
+    free = [from_seed, f"train.steps={min(steps, FREE_STEPS)}", *STREAMED]
+    own = over_link("2 bits every 4 steps, no limit", free, mbit=None)
+    sync, muon = in_one_process("every step", count), in_one_process("every step, Muon", [*count, *MUON])
+    found = [slow_sync, own, sync, muon]
+    print(f"every step, Muon: held-out loss {muon.final / sync.final - 1:+.2%} against AdamW", flush=True)
     for name, axes in FRESH.items():
-        run = over_link(f"{name}, {mbit} Mbit/s", [*count, *axes], mbit=mbit)
+        run = over_link(f"{name}, {rate}", [*count, *axes], mbit=mbit)
         faster = run.tokens_per_second / slow_sync.tokens_per_second
         fewer = slow_sync.link_bytes / 8 / (run.link_bytes / steps)
-        print(f"{name}: {faster:.1f} x as fast as every step, {fewer:.0f} x fewer bytes per token,"
-              f" held-out loss {run.final / sync.final - 1:+.2%}", flush=True)  # fmt: skip
+        against_muon = f", {run.final / muon.final - 1:+.2%} against Muon" if "Muon" in name else ""
+        print(f"{name}: {faster:.1f} x as fast as every step, {run.tokens_per_second / own.tokens_per_second:.3f} x the"
+              f" speed of {own.name} (AdamW), {fewer:.0f} x fewer bytes per token, held-out loss"
+              f" {run.final / sync.final - 1:+.2%} against AdamW at every step{against_muon}", flush=True)  # fmt: skip
         found.append(run)
     return found
 
@@ -190,15 +209,7 @@ class Lagging:
 
     def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
         if env.get("TOOLKIT_ISLAND", "0/").startswith("1/"):
-            step = ReplicaEngine.step
-
-            def slow(*args: Any) -> Any:
-                started = time.perf_counter()
-                result = step(*args)
-                time.sleep((self.times - 1) * (time.perf_counter() - started))
-                return result
-
-            ReplicaEngine.step = slow  # type: ignore[method-assign]
+            slow_down(self.times)
         enter_worker(argv, env)
 
 
@@ -250,6 +261,30 @@ def slow(steps: int) -> list[Run]:
     print(f"loss after the same tokens: {lame.final / sync.final - 1:+.2%} against synchronous training")
     print(f"and {lame.final / even.final - 1:+.2%} against equal islands")
     return [sync, even, lame]
+
+
+UNEQUAL_BATCH = 12
+"""Sequences per step of three islands: each has a third."""
+
+
+def unequal(steps: int) -> list[Run]:
+    """Three islands of 1, 1 and 2 processes, one 3 x slower: their speed together against the sum of their own."""
+    given = [*SMALL, "checkpoint.every=0", "metrics.detail_every=0"]
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        axes = [f"train.steps={steps}", f"train.global_batch={UNEQUAL_BATCH}", *SYNC]
+        run = resolve(load_recipe(find_recipe("demo"), [*given, *axes]), 2).write(Path(folder) / "sync")
+        assert not any(run_warm(launchers.commands("local", run.path, 2, "cpu")))
+        sync = measured("synchronous", run)
+        both, alone = in_turns(given, UNEQUAL_BATCH, steps, Path(folder))
+        rates, own = both.speeds(), alone.speeds()
+        by_step = sorted((record for found in both.records() for record in found), key=lambda record: record["step"])
+    assert [record["step"] for record in by_step] == list(range(1, 3 * steps + 1)), "not every step once"
+    for name, found in (("own", own), ("together", rates)):
+        print(f"{name}: {', '.join(f'{rate:,.0f}' for rate in found)}; {sum(found):,.0f} tokens/s")
+    together = Run("unequal islands", [record["loss"] for record in by_step], sum(rates), extra={"own": own})
+    print(f"throughput: {sum(rates) / sum(own):.3f} x the sum of their own speeds, {len(alone.turns)} turns each")
+    print(f"loss after the same tokens: {together.final / sync.final - 1:+.2%} against synchronous training")
+    return [sync, together]
 
 
 def kills(count: int) -> list[Run]:
@@ -318,7 +353,7 @@ def plot(files: Sequence[Path], out: Path) -> None:
 def main() -> None:
     """One of the measurements, or the plot of several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["link", "fresh", "slow", "kills", "plot"])
+    parser.add_argument("what", choices=["link", "fresh", "slow", "unequal", "kills", "plot"])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="or kills (default: %(default)s)")
     parser.add_argument("--warm", type=int, default=400, help="link: steps in one site before (default: %(default)s)")
@@ -334,6 +369,7 @@ def main() -> None:
         "link": lambda: link(args.steps, args.warm),
         "fresh": lambda: fresh(args.steps, args.mbit, args.seed),
         "slow": lambda: slow(args.steps),
+        "unequal": lambda: unequal(args.steps),
         "kills": lambda: kills(args.steps),
     }
     runs = kinds[args.what]()

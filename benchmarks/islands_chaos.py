@@ -1,10 +1,14 @@
 """Asynchronous islands under chaos: killed, stopped, cut off, asked to leave and joined at random, over a real mailbox.
 
-python -m benchmarks.islands_chaos [--steps 20000] [--period 40] [--seed 0] [--calm] [--json FILE]
+python -m benchmarks.islands_chaos [--steps 20000] [--period 40] [--seed 0] [--calm] [--than FILE] [--json FILE]
 
-Every island is a `toolkit train` of its own that reaches the mailbox through a proxy, which can be cut. `--calm`: two
-islands, undisturbed, for the loss to compare with. At the end: all steps done, none missing, no process left, and the
-share of the islands' time that was spent on steps that count.
+Every island is a `toolkit train` of its own on a core of its own (a third one shares the first core), and reaches the
+mailbox through a proxy, which can be cut. `--calm`: two islands, undisturbed, for the loss to compare with; `--than`
+names what it has written with `--json`.
+
+At the end: all steps done, none missing, no process left, and where the islands' time went (`seconds`, see
+`harness/island_time.py`). `useful_share` is the time in steps that count over all the time in which islands lived.
+`useful_share_at_large` leaves out the time in which an island was stopped or cut off: nobody can use that.
 """
 
 from __future__ import annotations
@@ -22,20 +26,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.harness import island_time
 from toolkit.run_dir.layout import RunDir
 
 AWAY_SECONDS = 15.0
 """How long an island is stopped or cut off: longer than its lease."""
 MOST_ISLANDS = 3
+ROUND = 100
+"""Steps of a round: some seconds, so that claims and exchanges are a small part of it, as in runs of real models."""
 RECIPE = (
     "data.seq_len=64", "train.global_batch=8", "train.lr=2e-3", "metrics.console=false", "metrics.detail_every=0",
     "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
-    "metrics.wandb={mode: disabled}", "checkpoint.every=20", "checkpoint.keep=2",
-    "strategy={name: local_sgd, islands: 2, local_steps: 20, zero_stage: 0}", "train.outer={mode: async, bits: 2}",
+    "metrics.wandb={mode: disabled}", f"checkpoint.every={5 * ROUND}", "checkpoint.keep=2",
+    f"strategy={{name: local_sgd, islands: 2, local_steps: {ROUND}, zero_stage: 0}}",
+    "train.outer={mode: async, bits: 2}",
 )  # fmt: skip
 
 
@@ -91,6 +102,8 @@ class Site:
     folder: Path
     started: float = field(default_factory=time.time)
     ended: float | None = None
+    stopped: list[island_time.Span] = field(default_factory=list)
+    cut: list[island_time.Span] = field(default_factory=list)
 
     @property
     def lives(self) -> bool:
@@ -108,7 +121,13 @@ class Site:
     def records(self) -> list[dict[str, Any]]:
         """Steps that this island has recorded."""
         files = RunDir(self.folder).path.glob("islands/*/metrics.jsonl")
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        lines = [line for file in files for line in file.read_text().splitlines()]
+        return [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut the last one
+
+    def life(self) -> island_time.Life:
+        """What there is to say about its time."""
+        span = (self.started, self.ended or self.started)
+        return island_time.Life(span, self.records(), self.stopped, self.cut)
 
 
 class Chaos:
@@ -128,34 +147,29 @@ class Chaos:
         """Start an island: one of the plan's (`--island K`), or one that joins."""
         proxy, number = Proxy(self._port), len(self.sites)
         address = f"https://127.0.0.1:{proxy.port}"
-        what = (
-            ["demo", "--nproc", "2", *argv, "--mailbox", address, *RECIPE, f"train.steps={self._steps}"]
-            if argv
-            else ["--join", address]
-        )
-        command = [
-            sys.executable,
-            "-m",
-            "toolkit",
-            "train",
-            *what,
-            "--mailbox-key",
-            str(self._folder / "keys/islands.key"),
-        ]
+        job = ["demo", "--nproc", "2", *argv, "--mailbox", address, *RECIPE, f"train.steps={self._steps}"]
+        key = ["--mailbox-key", str(self._folder / "keys/islands.key")]
+        core = str(number % (os.cpu_count() or 1))
+        command = ["taskset", "-c", core, sys.executable, "-m", "toolkit", "train"]
+        command += [*(job if argv else ["--join", address]), *key]
         folder = self._folder / f"site-{number}"
         log = (self._folder / f"site-{number}.log").open("wb")
         process = subprocess.Popen(
             [*command, "--run-dir", str(folder)], stdout=log, stderr=log, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.sites.append(Site(f"site {number}", proxy, process, folder))
         return self.sites[-1]
 
+    def living(self) -> list[Site]:
+        """Islands that live; all are asked, so that the end of each is noted in time."""
+        return [site for site in self.sites if site.lives]
+
     def disturb(self) -> None:
         """One event: at least one island stays undisturbed."""
-        living = [site for site in self.sites if site.lives]
-        what = self._random.choice(["kill", "stop", "cut", "leave", "join"])
-        if len(living) < 2 or (what == "join" and len(living) < MOST_ISLANDS):
+        living = self.living()
+        joins = ["join"] if len(living) < MOST_ISLANDS else []
+        what = self._random.choice(["kill", "stop", "cut", "leave", *joins])
+        if len(living) < 2 or what == "join":
             self._note(f"{self.start().name} joins")
             return
         victim = self._random.choice(living)
@@ -163,9 +177,11 @@ class Chaos:
         if what == "kill":
             victim.signal(signal.SIGKILL)
         elif what == "stop":
+            victim.stopped.append((time.time(), time.time() + AWAY_SECONDS))
             victim.signal(signal.SIGSTOP)
             threading.Timer(AWAY_SECONDS, victim.signal, [signal.SIGCONT]).start()
         elif what == "cut":
+            victim.cut.append((time.time(), time.time() + AWAY_SECONDS))
             victim.proxy.cut(AWAY_SECONDS)
         else:
             victim.process.send_signal(signal.SIGTERM)
@@ -176,38 +192,47 @@ class Chaos:
 
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the run, and count."""
-        while any(site.lives for site in self.sites):
+        while self.living():
             time.sleep(0.5)
         self.mailbox.terminate()
         self.mailbox.wait()
-        last: dict[int, dict[str, Any]] = {}
-        for site in self.sites:
-            for record in site.records():
-                if record["time"] > last.get(record["step"], {"time": 0.0})["time"]:
-                    last[record["step"]] = record
-        wanted = 2 * self._steps
-        alive = sum((site.ended or site.started) - site.started for site in self.sites)
+        lives = [site.life() for site in self.sites]
+        last = island_time.counting(lives)
+        by_site = [island_time.split(life, last, ROUND) for life in lives]
+        seconds = sum(by_site, Counter())
+        wanted, alive = 2 * self._steps, seconds.total()
         tail = [record["loss"] for step, record in last.items() if step > 0.9 * wanted]
         return {
             "steps": len(last),
             "wanted": wanted,
             "missing": len(set(range(1, wanted + 1)) - last.keys()),
-            "recorded": sum(len(site.records()) for site in self.sites),
-            "useful_share": sum(record["wall_seconds"] for record in last.values()) / alive,
+            "recorded": sum(len(life.records) for life in lives),
+            "useful_share": seconds["training"] / alive,
+            "useful_share_at_large": seconds["training"] / (alive - seconds["disturbed"]),
+            "seconds": {name: round(spent, 1) for name, spent in seconds.most_common()},
+            "seconds_by_site": [{name: round(spent, 1) for name, spent in site.most_common()} for site in by_site],
             "loss": sum(tail) / max(1, len(tail)),
-            "left": sum(_lives(site.process.pid) for site in self.sites),
+            "left": self._left(),
             "codes": [site.process.returncode for site in self.sites],
             "events": [text for _, text in self.events],
             "minutes": (max(site.ended or 0.0 for site in self.sites) - self.sites[0].started) / 60,
         }
 
+    def _left(self) -> int:
+        """Processes of the run that still live, workers included; those of a killed command have 10 s to end."""
+        deadline = time.monotonic() + 10
+        while (left := _processes(self._folder)) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return left
 
-def _lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+
+def _processes(folder: Path) -> int:
+    """How many processes name a folder in their command lines."""
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found += any(str(folder) in word for word in process.cmdline()) and process.status() != "zombie"
+    return found
 
 
 def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
@@ -217,7 +242,7 @@ def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
         for number in range(2):
             chaos.start("--island", str(number))
         after = time.monotonic() + 1.5 * period
-        while any(site.lives for site in chaos.sites):
+        while chaos.living():
             time.sleep(0.5)
             over = any(site.ended and site.process.returncode == 0 for site in chaos.sites)
             if not calm and not over and time.monotonic() > after:
@@ -233,9 +258,12 @@ def main() -> None:
     parser.add_argument("--period", type=float, default=40.0, help="seconds between two events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="undisturbed")
+    parser.add_argument("--than", type=Path, help="what an undisturbed run has written, to compare the loss with")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found = run(args.steps, args.period, args.seed, calm=args.calm)
+    if args.than:
+        found["loss_gap"] = found["loss"] / json.loads(args.than.read_text())["loss"] - 1
     print(json.dumps(found, indent=2))
     if args.json:
         args.json.write_text(json.dumps(found))

@@ -1,10 +1,11 @@
 """Loss of two islands from random weights against synchronous training on the same tokens: one setting per line.
 
-python -m benchmarks.islands_study [--seeds 0,1,2] [--only REGEX] [--steps 600] [--out FILE]    # appends JSON lines
+python -m benchmarks.islands_study [--seeds 0,1,2] [--only REGEX] [--steps 600] [--large] [--out FILE]  # appends lines
 python -m benchmarks.islands_study --table FILE                                             # a Markdown table of them
 
 Real runs of two processes: a Llama of 0.1 million parameters on bytes of Python's standard library, batch 16, sequence
-64. A setting is compared with the synchronous run of its own seed and optimizer.
+64. `--large`: the model of `benchmarks.islands fresh`, 10 million parameters and batch 8, at a quarter of every rate.
+A setting is compared with the synchronous run of its own seed and optimizer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.islands import LARGE
 from toolkit.launching import launchers
 from toolkit.recipe.file import load_recipe
 from toolkit.resources import find_recipe
@@ -72,11 +74,19 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 """Name → overrides. A synchronous run is named `every step…` and ends like the settings that it is compared with."""
 
 
-def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
+def scaled(settings: Iterable[str], times: float) -> list[str]:
+    """The overrides with every learning rate multiplied."""
+    rate = "train.lr="
+    return [f"{rate}{float(one.removeprefix(rate)) * times:g}" if one.startswith(rate) else one for one in settings]
+
+
+def measure(name: str, seed: int, steps: int, *, large: bool = False) -> dict[str, Any]:
     """Held-out loss of a setting, and how many times fewer bytes it sends than fp32 gradients at every step."""
     started = time.time()
+    model = (*LARGE, "metrics.detail_every=0") if large else BASE
+    settings = scaled(SETTINGS[name], 0.25) if large else SETTINGS[name]
     with tempfile.TemporaryDirectory(prefix="islands-study-") as folder:
-        given = [*BASE, f"train.steps={steps}", f"train.seed={seed}", *SETTINGS[name]]
+        given = [*model, f"train.steps={steps}", f"train.seed={seed}", *settings]
         resolved = resolve(load_recipe(find_recipe("demo"), given), 2)
         run = resolved.write(Path(folder) / "run")
         codes = run_warm(launchers.commands("local", run.path, 2, "cpu"))
@@ -116,6 +126,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--only", default="", help="settings whose names match")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--large", action="store_true", help="10 million parameters")
     parser.add_argument("--out", type=Path, default=Path("islands-study.jsonl"))
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
@@ -126,7 +137,7 @@ def main() -> None:
         for name in SETTINGS:
             if not re.search(args.only, name):
                 continue
-            line = measure(name, seed, args.steps)
+            line = measure(name, seed, args.steps, large=args.large)
             print(json.dumps(line), flush=True)
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")

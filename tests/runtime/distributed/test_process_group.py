@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -18,6 +19,29 @@ compile_on_first_call()
 import deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.runtime.zero.muon.muon_optimizer
 print(*sorted({"torch._inductor.compile_fx", "peft", "bitsandbytes", "datasets"} & set(sys.modules)))
 """
+
+
+THREADS = """
+import os
+import sys
+import torch
+from toolkit.runtime.distributed.process_group import World, adopt
+os.sched_setaffinity(0, map(int, sys.argv[1:]))
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+adopt(World.from_env({}))
+print("threads", torch.get_num_threads())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("confined", [False, True])
+def test_a_worker_has_as_many_threads_as_it_may_use_cores(confined: bool) -> None:
+    """More would spin while they wait for one another, for ten times the time of a step."""
+    cores = sorted(os.sched_getaffinity(0))
+    given = cores[:1] if confined else cores
+    argv = [sys.executable, "-c", THREADS, *map(str, given)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    assert f"threads {len(given)}" in done.stdout
 
 
 @pytest.mark.slow

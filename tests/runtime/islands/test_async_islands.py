@@ -33,6 +33,7 @@ from toolkit.run_dir.trajectory import largest_difference
 from toolkit.runtime.checkpoint.fragments import WEIGHT
 from toolkit.runtime.checkpoint.reader import Reader
 from toolkit.runtime.engine.replica import ReplicaEngine
+from toolkit.runtime.islands import async_transfer
 from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
 from toolkit.runtime.islands.signed_store import SignedStore
 from toolkit.runtime.islands.store_access import StoreKey, new_key, read_key
@@ -203,6 +204,55 @@ class Lagging:
         enter_worker(argv, env)
 
 
+def stopped_until_the_others_are_done(island: RunDir) -> None:
+    """Stop the second island in the middle of a round until the first one has done that round, too."""
+    send(signal.SIGSTOP)(island)
+    other = RunDir(island.path.with_name("0")).metrics
+    while len({record["step"] for path in (other, island.metrics) for record in recorded(path)}) < 2 * STEPS:
+        time.sleep(0.05)
+    send(signal.SIGCONT)(island)
+
+
+def recorded(metrics: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+
+
+@dataclass(frozen=True)
+class Forgetful(Lagging):
+    """An island that keeps no updates for those who have left."""
+
+    def __call__(self, argv: tuple[str, ...], env: dict[str, str]) -> None:
+        async_transfer.KEEP_SECONDS = async_transfer.DEAD_SECONDS
+        super().__call__(argv, env)
+
+
+def test_an_island_that_was_away_loses_its_round_only(together: Together) -> None:
+    """Others redid its round, and have kept all of their updates for it: it need not start again."""
+
+    def start(command: Command) -> WarmProcess:  # slow, so that it is stopped in the middle of a round
+        return WarmProcess.start(command, Lagging(0.2, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    done = together(disturb=after(1, 2, stopped_until_the_others_are_done), enter=start)
+    assert done.code == 0, done.said
+    assert "has left" not in done.said
+    assert "is lost: another island did it" in done.run.island(1).log(0).read_text()
+    done.assert_whole()
+    done.assert_agreed()
+
+
+def test_an_island_that_misses_removed_updates_starts_again(together: Together) -> None:
+    """The others keep few updates for those who have left: without all of them its weights would not be the run's."""
+
+    def start(command: Command) -> WarmProcess:
+        return WarmProcess.start(command, Forgetful(0.2, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    overrides = ("strategy.local_steps=4", "checkpoint.every=4")
+    done = together(*overrides, disturb=after(1, 2, stopped_until_the_others_are_done), enter=start, restarts=1)
+    assert done.code == 0, done.said
+    assert "updates which it misses were removed or replaced; start it again" in done.said
+    done.assert_whole()
+
+
 def test_who_lags_does_less(together: Together) -> None:
     done = together(enter=lambda command: WarmProcess.start(command, Lagging(0.4)))
     assert done.code == 0, done.said
@@ -322,7 +372,10 @@ def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
 
 
 def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Together) -> None:
-    done = together(disturb=after(1, 8, send(signal.SIGTERM)))
+    def start(command: Command) -> WarmProcess:  # slow, so that the request comes in the middle of a round
+        return WarmProcess.start(command, Lagging(0.1, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    done = together(disturb=after(1, 8, send(signal.SIGTERM)), enter=start)
     assert done.code == 0, done.said
     assert "is handed back" in done.run.island(1).log(0).read_text()
     done.assert_whole()

@@ -35,7 +35,7 @@ from toolkit.runtime.islands.store_access import (
     new_key,
     read_key,
 )
-from toolkit.runtime.islands.transports import LARGEST_BYTES, Transport, open_transport
+from toolkit.runtime.islands.transports import LARGEST_BYTES, FolderTransport, Transport, open_transport
 
 MIB = 2**20
 
@@ -143,6 +143,30 @@ def test_counters_and_first_calls_are_atomic(place: tuple[str, Path]) -> None:
     assert sum(firsts) == 10
     assert connected(place).number("next") == 40
     assert connected(place).number("other") == 0
+
+
+def test_who_joins_late_counts_in_few_requests(tmp_path: Path, keys: Path) -> None:
+    key, asked = read_key(keys / ISLANDS_KEY), 0
+
+    class Counting(FolderTransport):
+        def get(self, key: str) -> bytes | None:
+            nonlocal asked
+            asked += 1
+            return super().get(key)
+
+    address = (tmp_path / "store").as_uri()
+    writer, watcher = (SignedStore(FolderTransport(address), key) for _ in range(2))
+    for number in range(70):
+        assert SignedStore(FolderTransport(address), key).number("next") == number
+        assert writer.number("next", 1) == number + 1
+        if number % 3 == 0:
+            assert watcher.number("next") == number + 1
+    writer.number("next", 930)
+    late = SignedStore(Counting(address), key)
+    assert late.number("next") == 1000
+    assert asked <= 21
+    assert late.number("next") == 1000
+    assert asked <= 22
 
 
 def test_values_that_are_not_signed_do_not_exist(place: tuple[str, Path]) -> None:

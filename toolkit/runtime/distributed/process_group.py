@@ -104,8 +104,10 @@ def _prepare(world: World) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # torch splits sums by thread, so results depend on the thread count. torchrun (2.13) sets OMP_NUM_THREADS=1,
-        # other launchers set nothing: fixed here, losses are bit-identical under every launcher.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+        # other launchers set nothing: fixed here, losses are bit-identical under every launcher. A process that is
+        # confined to fewer cores (taskset, a cpuset) gets no more threads than those: they would spin for one another.
+        share = (os.cpu_count() or 1) // world.local_size
+        torch.set_num_threads(max(1, min(share, len(os.sched_getaffinity(0)))))
         skip_inference_build()
     else:
         use_device(ordinal(world))

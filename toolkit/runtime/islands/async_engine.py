@@ -221,13 +221,14 @@ class AsyncIslandEngine:
         arrived = self._transfer.take(counts)
         updates = self._accepted(arrived)
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
+        publishes = own is not None and weight > 0
         shared = state.shared
         for update in updates:
             shared = shared - update.weight * self._change(update)
             state.completed.add(update.round)
         for update in arrived:
             self._joined.add(update.island)
-        if own is not None:
+        if own is not None and publishes:
             content = self._codec.pack(own)
             shared = shared - weight * self._codec.unpack(content)
             state.completed.add(self._round)
@@ -251,7 +252,7 @@ class AsyncIslandEngine:
         """The updates that may be applied. The others are dropped and reported; their rounds are done again.
 
         An update counts only if all ranks of the island accept their shards, and islands check alike, so that the
-        shared weights stay equal everywhere.
+        shared weights stay equal everywhere. But an island that was away may miss what others have applied and removed.
         """
         accepted: list[Update] = []
         rounds = set(self._state.completed.beyond)
@@ -266,6 +267,11 @@ class AsyncIslandEngine:
                 print(f"update {update.serial} of island {update.island} is dropped: {problem}", flush=True)
             if 0 <= update.round < self._num_rounds:
                 self._claims.dropped_rounds.add(update.round)
+        if arrived and self._agree(lambda: self._transfer.was_away):
+            if len(accepted) < len(arrived):
+                what = "was away so long that updates which it misses were removed or replaced; start it again"
+                raise RankFailed(f"island {self._island} {what}")
+            self._transfer.was_away = False
         return accepted
 
     def _problem(self, update: Update, rounds: set[int]) -> str:
@@ -296,7 +302,7 @@ class AsyncIslandEngine:
     def _answers(self, updates: list[Update], *, publishes: bool) -> tuple[float, int, list[int]]:
         """(weight of the own change, own updates that all others have, snapshot requests to serve).
 
-        Called on the island's first rank.
+        The weight is 0 if the change must not count: another island has redone the round. Called on the first rank.
         """
         store, own = self._store, self._island
         everyone = [i for i in range(self._transfer.num_islands) if i != own]
@@ -304,9 +310,11 @@ class AsyncIslandEngine:
         behind = sum(update.island != own for update in updates)
         if self._rounds_done <= 1 or self._limits.in_turns:
             behind = max(behind, len(others))  # the others' updates of the first round, or of this turn, come later
-        if publishes and not self._claims.holds(self._round):
-            raise RankFailed(f"island {own} was away so long that another island redid its round; start it again")
-        rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.present(island)]
+        done = self._round in self._state.completed or any(update.round == self._round for update in updates)
+        is_lost = publishes and (done or not self._claims.holds(self._round))
+        if is_lost:
+            print(f"round {self._round} is lost: another island did it, too", flush=True)
+        rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.needs_updates(island)]
         known = min([(row[own : own + 1] or [0])[0] for row in rows if row is not None], default=self._serial())
         wanted = store.number("want/count")
         requests = [
@@ -315,7 +323,7 @@ class AsyncIslandEngine:
             if store.read(f"want/{i}", own) != own and store.first(f"served/{i}")
         ]
         self._joined.answered = wanted
-        return 1 / (1 + behind), known, requests
+        return 0.0 if is_lost else 1 / (1 + behind), known, requests
 
     def _serve_others(self, known: int, requests: list[int]) -> None:
         """Send requested snapshots, report which updates this island has, drop its updates that all others have."""

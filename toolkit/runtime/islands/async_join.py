@@ -214,6 +214,8 @@ class Claims:
         """The round that was claimed last."""
         self._absent: list[int] = []
         """Islands that the first turn waits for."""
+        self._bases: dict[int, int] = {}
+        """Island → updates that were published when it last began a round, as last read: the number only grows."""
         self._lost: tuple[set[int], float] = (set(), 0.0)
         """Rounds that are missing although nobody works on one, and since when they are."""
 
@@ -226,8 +228,8 @@ class Claims:
             return "end"
         if self._held is not None:
             return self._in_turn(self._held)
-        unfinished = store.read(f"open/{own}")
-        if rounds_done == 0 and unfinished is not None and self._take_over(unfinished):
+        unfinished = store.read(f"open/{own}") if rounds_done == 0 else None
+        if unfinished is not None and self._take_over(unfinished):
             return int(unfinished)  # an earlier incarnation of this island had claimed it
         if self._limits.in_turns and (self._is_ahead() or not self._all_have_come()):
             return "wait"
@@ -244,7 +246,7 @@ class Claims:
         return self._in_turn(number) if self._limits.in_turns else self._begin(number)
 
     def _begin(self, number: int) -> int:
-        self._store.write(f"base/{self._own}", self._total_updates())
+        self._store.write(f"base/{self._own}", self._transfer.num_published)
         self._store.write(f"open/{self._own}", number)
         return number
 
@@ -342,19 +344,20 @@ class Claims:
             self._lost = (missing, time.monotonic())
         return missing if time.monotonic() - self._lost[1] > DEAD_SECONDS else set()
 
-    def _total_updates(self) -> int:
-        return sum(self._store.num_updates(island) for island in range(self._transfer.num_islands))
-
     def _too_far_ahead(self) -> bool:
         """Whether a live island would fall behind by more updates than `max_staleness` allows."""
         if self._limits.in_turns:
             return False
-        for island in range(self._transfer.num_islands):
-            if island == self._own or not self._transfer.alive(island):
-                continue
-            number = self._store.read(f"open/{island}")
-            base = self._store.read(f"base/{island}", 0)
-            is_training = number is not None and number not in self._state.completed
-            if is_training and self._total_updates() - base >= self._limits.max_staleness:
-                return True
-        return False
+        others = (island for island in range(self._transfer.num_islands) if island != self._own)
+        return any(self._transfer.alive(island) and self._lags(island) for island in others)
+
+    def _lags(self, island: int) -> bool:
+        """Whether others must wait for an island. The store is asked only if what is known of it leaves that open."""
+        published, most = self._transfer.num_published, self._limits.max_staleness
+        if published - self._bases.get(island, 0) < most:
+            return False
+        self._bases[island] = base = int(self._store.read(f"base/{island}", 0))
+        if published - base < most:
+            return False
+        number = self._store.read(f"open/{island}")
+        return number is not None and number not in self._state.completed

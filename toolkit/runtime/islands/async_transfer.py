@@ -20,6 +20,8 @@ FLUSH_SECONDS = 5.0
 """Time for the last update of an island that was asked to stop."""
 DEAD_SECONDS = 10.0
 """An island without a heartbeat for this long has left; it may join again."""
+KEEP_SECONDS = 60.0
+"""Updates are kept for an island without a heartbeat for this long: one that was stopped or cut off can catch up."""
 
 Task = Callable[[UpdateStore], None]
 
@@ -33,12 +35,17 @@ class BackgroundTransfer:
         self._layout, self._encoding = layout, encoding
         self._rank, self._ranks = rank, ranks
         self._fetched: list[int] = []
+        self._published: list[int] = []
+        """Updates that each island has published, as last seen."""
         self._outgoing: queue.Queue[Task] = queue.Queue()
         self._arrived: list[list[Update]] = [[] for _ in range(membership.islands)]
         self._failure: Exception | None = None
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Newest heartbeat of each kind and island, and when it was first seen."""
         self._kind = JOINING
+        self._beaten = time.monotonic()
+        self.was_away = False
+        """Whether the others could take this island for one that has left: updates are kept for it for a while only."""
         self._ended = threading.Event()
         self.sent_bytes = self.received_bytes = 0
         """Encoded updates that this rank has sent and fetched."""
@@ -56,12 +63,18 @@ class BackgroundTransfer:
         fetch only those before this serial number (of earlier incarnations); this one sends the rest itself.
         """
         self._fetched, self._own_until, self._kind = list(fetched), own_until, BEAT
+        self._published = list(fetched)
         self._start(self._fetch)
 
     @property
     def num_islands(self) -> int:
         """Islands of the run, as far as this rank knows."""
         return len(self._arrived)
+
+    @property
+    def num_published(self) -> int:
+        """Updates that all islands have published, as far as this rank knows."""
+        return sum(self._published)
 
     def send(self, task: Task) -> None:
         """Run a task in the background, after those queued before it."""
@@ -92,14 +105,18 @@ class BackgroundTransfer:
             del updates[:count]
         return taken
 
-    def alive(self, island: int, kind: str = BEAT) -> bool:
+    def alive(self, island: int) -> bool:
         """Whether an island's heartbeat has moved within `DEAD_SECONDS`. Only the island's first rank knows."""
-        _, since = self._beats.get((kind, island), (0, time.monotonic()))
-        return time.monotonic() - since < DEAD_SECONDS
+        return self._silence(island, BEAT) < DEAD_SECONDS
 
-    def present(self, island: int) -> bool:
-        """Whether an island trains, or waits to: updates are kept for it."""
-        return self.alive(island) or self.alive(island, JOINING)
+    def needs_updates(self, island: int) -> bool:
+        """Whether an island trains, waits to, or may yet come back: updates are kept for it."""
+        return min(self._silence(island, BEAT), self._silence(island, JOINING)) < KEEP_SECONDS
+
+    def _silence(self, island: int, kind: str) -> float:
+        """Seconds since an island's heartbeat has moved; 0 for one that was never asked for."""
+        now = time.monotonic()
+        return now - self._beats.get((kind, island), (0, now))[1]
 
     def has_left(self, island: int, beat: int) -> bool:
         """Whether an island is not alive. `beat`: its newest heartbeat, because it may have joined again since."""
@@ -145,9 +162,10 @@ class BackgroundTransfer:
     def _fetch(self, store: UpdateStore) -> None:
         islands = store.num_islands()
         self._fetched += [0] * (islands - len(self._fetched))
+        self._published += [0] * (islands - len(self._published))
         self._arrived += [[] for _ in range(islands - len(self._arrived))]
         for island in range(islands):
-            published = store.num_updates(island)
+            published = self._published[island] = store.num_updates(island)
             if island == self._membership.island:
                 published = min(published, self._own_until)
             while self._fetched[island] < published:
@@ -160,6 +178,8 @@ class BackgroundTransfer:
     def _beat(self, store: UpdateStore) -> None:
         if self._rank == 0:
             store.send_beat(time.time_ns(), self._kind)
+            before, self._beaten = self._beaten, time.monotonic()
+            self.was_away |= self._beaten - before > DEAD_SECONDS
             for key in itertools.product((BEAT, JOINING), range(store.num_islands())):
                 beat = store.beat(key[1], key[0])
                 if self._beats.get(key, (None, 0.0))[0] != beat:

@@ -102,15 +102,26 @@ class SignedStore:
 
         A counter is a row of markers `KEY/1`, `KEY/2`, … of which each is created once.
         """
-        count = self._known.get(key, 0)
-        while self.get(f"{key}/{count + 1}") is not None:
-            count += 1
+        count = self._last(key, self._known.get(key, 0))
         for _ in range(plus):
             while not self.create(f"{key}/{count + 1}", b""):
                 count += 1
             count += 1
         self._known[key] = count
         return count
+
+    def _last(self, key: str, known: int) -> int:
+        """The last marker of a counter, of which `known` exists.
+
+        In strides that double, then halve: an island that joins after thousands of rounds asks some twenty times.
+        """
+        stride = 1
+        while self.exists(f"{key}/{known + stride}"):
+            known, stride = known + stride, 2 * stride
+        while stride > 1:
+            stride //= 2
+            known += stride if self.exists(f"{key}/{known + stride}") else 0
+        return known
 
     def exists(self, key: str) -> bool:
         """Whether a key holds a value of this run."""
