@@ -32,7 +32,7 @@ def test_replicas_of_four_ranks_a_sequence_with_a_window() -> None:
 
 
 def test_attention_of_its_own_is_refused() -> None:
-    failure = first_failure(call_on_ranks(train_as_rank, model("bloom"), TWO, ADAM, "full", nproc=2))
+    failure = first_failure(call_on_ranks(train_as_rank, model("mpt"), TWO, ADAM, "full", nproc=2))
     assert failure is not None
     assert failure.refused
     assert "registry of attention functions" in failure.reason
