@@ -343,9 +343,9 @@ def test_sinks_and_soft_caps_are_split_by_sequence(kind: str) -> None:
     assert_same(run(section, ONE, data="packed"), run(section, plan, data="packed"))
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "bloom", "falcon", "gptj", "gpt_neo"])
 def test_generation_with_a_cache_gives_the_tokens_of_transformers_attention(kind: str) -> None:
-    section = model(kind, sliding_window=4) if kind != "llama" else model(kind)
+    section = model(kind, sliding_window=4) if kind in ("gemma2", "gpt_oss") else model(kind)
     ids = torch.arange(5, 15)[None]
     found = []
     for asked in ("auto", "eager"):
