@@ -1,7 +1,7 @@
 """Useful tokens per second of a whole run, against transformers.Trainer and TRL's SFTTrainer, in turns in one run.
 
     pip install 'zero-toolkit[bench]'
-    python benchmarks/throughput.py [--rounds 3] [--steps 20] [--seq-len 256] [--median 44]
+    python -m benchmarks.throughput [--rounds 12] [--seconds 8] [--seq-len 256] [--median 44] [--only toolkit,trl]
 
 The same model, DeepSpeed config, documents and sequences per step in two processes each. Documents have log-normal
 lengths, scaled to the demo's sequence length. A token is useful if the loss counts its prediction.
@@ -16,19 +16,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from benchmarks.harness.contest import Contestant, compete, note_step, noted_steps, own_steps, ratio_of
 from toolkit.launching.environment import free_port
 from toolkit.recipe.file import load_recipe
 from toolkit.sessions.resolve import resolve
 
-DOCUMENTS, SIGMA, PROCESSES, TOKENS_PER_STEP, WARM_UP = 4000, 1.0, 2, 4096, 4
+DOCUMENTS, SIGMA, PROCESSES, TOKENS_PER_STEP = 4000, 1.0, 2, 4096
+ENDLESS = 1_000_000
+"""Steps of a run that is ended by its contest."""
 OWN = {"toolkit": (), "toolkit-stream": ("data.packing_method=stream",)}
 """Our runs: as by default, and with documents cut where a sequence is full, as TRL's `wrapped` does."""
 PEERS = ("trainer", "trl", "trl-wrapped")
@@ -40,37 +43,35 @@ MODEL = {
 
 
 def main() -> None:
-    """Run every contestant in turn, and print ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
+    """Let all contestants train in turns, and print ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a turn (default: %(default)s)")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--median", type=int, default=44, help="tokens of the median document")
+    parser.add_argument("--only", default=",".join((*OWN, *PEERS)), help="contestants (default: %(default)s)")
     parser.add_argument("--worker", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        peer(args.worker, args.work, args.steps, args.seq_len)
+        peer(args.worker, args.work, args.seq_len)
         return
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
-        prepare(work, args.steps, args.seq_len, args.median)
-        rates: dict[str, list[float]] = {name: [] for name in (*OWN, *PEERS)}
-        for number in range(args.rounds):
-            for name, overrides in OWN.items():
-                rates[name].append(own(work, f"{name}-{number}", overrides))
-            for name in PEERS:
-                rates[name].append(start(name, work, args.steps, args.seq_len))
-            print(json.dumps({name: round(found[-1]) for name, found in rates.items()}), flush=True)
+        prepare(work, args.seq_len, args.median)
+        starts = {
+            name: partial(own, work, name, OWN[name]) if name in OWN else partial(start, name, work, args.seq_len)
+            for name in args.only.split(",")
+        }
+        rates = compete(starts, args.rounds, args.seconds)
+    for name, found in rates.items():
+        print(f"{name}: {statistics.median(found):,.0f} useful tokens/s")
     for own_name, name in ((mine, peer) for mine in OWN for peer in PEERS):
-        ratios = [a / b for a, b in zip(rates[own_name], rates[name], strict=True)]
-        shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        print(f"{own_name} / {name}: {statistics.median(ratios):.2f} (by round: {shown})")
+        if own_name in rates and name in rates:
+            print(f"{own_name} / {name}: {ratio_of(rates, own_name, name)}")
 
 
-def prepare(
-    work: Path, steps: int, seq_len: int, median: int, model: Mapping[str, Any] | None = None, zero_stage: int = 1
-) -> None:
+def prepare(work: Path, seq_len: int, median: int, model: Mapping[str, Any] | None = None, zero_stage: int = 1) -> None:
     """Documents, a tokenizer of bytes, a recipe, and the model and DeepSpeed configs that all use."""
     from toolkit.runtime.corpus.tokenizer import train_tokenizer
 
@@ -88,8 +89,9 @@ def prepare(
             "path": str(work / "data.jsonl"), "tokenizer": str(work / "tokenizer"), "seq_len": seq_len,
             "cache": str(work / "cache"),
         },
-        "train": {"global_batch": sequences(seq_len), "steps": steps, "schedule": "constant", "warmup": 0},
+        "train": {"global_batch": sequences(seq_len), "steps": ENDLESS, "schedule": "constant", "warmup": 0},
         "strategy": {"name": "zero", "zero_stage": zero_stage, "micro_batch": rows, "recompute": "none"},
+        "checkpoint": {"every": 0},
         "metrics": {"wandb": {"mode": "disabled"}},
     }  # fmt: skip
     (work / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -103,41 +105,40 @@ def sequences(seq_len: int) -> int:
     return max(PROCESSES, TOKENS_PER_STEP // seq_len)
 
 
-def own(work: Path, name: str, overrides: tuple[str, ...]) -> float:
-    """Our own run."""
-    run = work / f"run-{name}"
+def own(work: Path, name: str, overrides: tuple[str, ...]) -> Contestant:
+    """Start our own run."""
+    run = work / f"run-{name.replace(' ', '-')}"
     command = [sys.executable, "-m", "toolkit", "train", str(work / "recipe.yaml"), "--nproc", str(PROCESSES)]
-    command += overrides
-    subprocess.run([*command, "--run-dir", str(run)], check=True, stdout=subprocess.DEVNULL)
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-    return sum(r["tokens"] for r in records) / sum(r["step_seconds"] for r in records)
+    with (work / f"{run.name}.log").open("w") as log:
+        process = subprocess.Popen([*command, *overrides, "--run-dir", str(run)], stdout=log, stderr=log)
+    return Contestant(name, [process], partial(own_steps, run / "metrics.jsonl"))
 
 
-def start(name: str, work: Path, steps: int, seq_len: int) -> float:
-    """A peer's run in as many processes."""
+def start(name: str, work: Path, seq_len: int) -> Contestant:
+    """Start a peer's run in as many processes."""
     common = {
         **os.environ, "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // PROCESSES)), "LOCAL_WORLD_SIZE": str(PROCESSES),
         "DS_ACCELERATOR": "cpu", "ACCELERATE_USE_DEEPSPEED": "true", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
     }  # fmt: skip
-    command = [sys.executable, __file__, "--worker", name, "--work", str(work), "--steps", str(steps)]
+    command = [sys.executable, "-m", "benchmarks.throughput", "--worker", name, "--work", str(work)]
     command += ["--seq-len", str(seq_len)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=(work / f"{name}-{rank}.log").open("w"),
-        )
-        for rank in range(PROCESSES)
-    ]
-    if any(process.wait() for process in processes):
-        print((work / f"{name}-0.log").read_text()[-3000:])
-        raise SystemExit(f"{name} failed")
-    return float((work / f"{name}.rate").read_text())
+    processes = []
+    for rank in range(PROCESSES):
+        with (work / f"{name}-{rank}.log").open("w") as log:
+            env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    files = [noted(work, name, rank) for rank in range(PROCESSES)]
+    return Contestant(name, processes, lambda: noted_steps(files))
 
 
-def peer(name: str, work: Path, steps: int, seq_len: int) -> None:
+def noted(work: Path, name: str, rank: int) -> Path:
+    """Where a rank of a peer notes its steps."""
+    return work / f"{name}-{rank}.steps"
+
+
+def peer(name: str, work: Path, seq_len: int) -> None:
     """One process of a peer."""
     import importlib
 
@@ -157,37 +158,29 @@ def peer(name: str, work: Path, steps: int, seq_len: int) -> None:
     values = json.loads((work / "model.json").read_text())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Times the steps after the first ones, and counts what their losses count."""
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        """Notes every step, with what its loss has counted."""
 
-        def __init__(self) -> None:
-            self.started, self.tokens, self.seconds = 0.0, 0, 0.0
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == WARM_UP:
-                self.started, self.tokens = time.perf_counter(), 0
+        tokens = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.seconds = time.perf_counter() - self.started
+            note_step(noted(work, name, int(os.environ["RANK"])), self.tokens)
+            self.tokens = 0
 
-    clock = Clock()
-    trainer = make_peer(name, work, steps, (model, tokenizer, ids), [clock], seq_len)
+    notes = Notes()
+    trainer = make_peer(name, work, (model, tokenizer, ids), [notes], seq_len)
     loss = trainer.compute_loss
 
     def counting(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        clock.tokens += int((inputs["labels"][:, 1:] != -100).sum())
+        notes.tokens += int((inputs["labels"][:, 1:] != -100).sum())
         return loss(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = counting
     trainer.train()
-    tokens = torch.tensor(clock.tokens)
-    torch.distributed.all_reduce(tokens)
-    if os.environ["RANK"] == "0":
-        (work / f"{name}.rate").write_text(str(int(tokens) / clock.seconds))
 
 
 def make_peer(
-    name: str, work: Path, steps: int, parts: tuple[Any, Any, list[list[int]]], callbacks: list[Any], seq_len: int
+    name: str, work: Path, parts: tuple[Any, Any, list[list[int]]], callbacks: list[Any], seq_len: int
 ) -> Any:
     """The peer's trainer, as its documentation sets it up. `parts`: model, tokenizer and documents."""
     model, tokenizer, ids = parts
@@ -196,7 +189,7 @@ def make_peer(
 
     config = json.loads((work / "deepspeed.json").read_text())
     common = {
-        "output_dir": str(work / name), "max_steps": steps,
+        "output_dir": str(work / name), "max_steps": ENDLESS,
         "per_device_train_batch_size": sequences(seq_len) // PROCESSES,
         "learning_rate": 3e-4, "lr_scheduler_type": "constant", "deepspeed": config,
         "report_to": "none", "save_strategy": "no", "logging_steps": 10, "disable_tqdm": True,
