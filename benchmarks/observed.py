@@ -30,7 +30,7 @@ from toolkit.runtime.metrics.step_clock import Clock, Lap, NoClock, make_clock
 from toolkit.runtime.metrics.trace import Tracer
 from toolkit.runtime.models.micro_batch import MicroBatch
 from toolkit.runtime.observer import Observer
-from toolkit.runtime.sinks.build import Recorder
+from toolkit.runtime.sinks.build import GuardedSink, Recorder
 from toolkit.runtime.sinks.local_files import EventSink, JsonlSink, TensorboardSink
 from toolkit.runtime.sinks.wandb_sink import WandbSink
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
@@ -96,8 +96,8 @@ def sinks(directory: Path) -> list[Sink]:
     return [
         JsonlSink(directory / "metrics.jsonl", directory / "summary.json"),
         EventSink(directory / "events.jsonl"),
-        WandbSink(Wandb(), "overhead", directory),
-        TensorboardSink(directory),
+        GuardedSink("W&B", WandbSink(Wandb(), "overhead", directory), print),
+        GuardedSink("TensorBoard", TensorboardSink(directory), print),
     ]
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from toolkit import cli
 from toolkit.errors import BadInput
 from toolkit.runtime.metrics.record import Record
 from toolkit.runtime.metrics.trace import RANK_IDS
-from toolkit.runtime.sinks.build import load_sink
+from toolkit.runtime.sinks.build import GuardedSink, load_sink
 from toolkit.runtime.sinks.console import ConsoleSink
 from toolkit.runtime.sinks.wandb_sink import flat
 
@@ -50,6 +53,42 @@ def test_every_sink_gets_every_step_and_a_broken_one_does_not_end_the_run(train:
     assert lines == ["# tiny", *(f"{i},{loss!r}" for i, loss in enumerate(done.losses, 1)), "# done"]
     check_tensorboard(done.run.path, done.records)
     check_trace(done.run.path)
+
+
+@dataclass
+class SlowSink:
+    """Notes what it is told, after a while."""
+
+    told: list[str] = field(default_factory=list)
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self.told.append("start")
+
+    def log(self, record: Record) -> None:
+        time.sleep(0.05)
+        self.told.append(f"step {record.step}")
+
+    def rewind(self, step: int) -> None:
+        self.told.append(f"rewind to {step}")
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        self.told.append(str(summary["status"]))
+
+
+def test_a_slow_sink_holds_up_no_step_and_misses_nothing() -> None:
+    slow, said = SlowSink(), list[str]()
+    sink = GuardedSink("slow", slow, said.append)
+    sink.start({})
+    began = time.monotonic()
+    for step in (1, 2, 3):
+        sink.log(SimpleNamespace(step=step))  # type: ignore[arg-type]
+    sink.rewind(1)
+    sink.log(SimpleNamespace(step=2))  # type: ignore[arg-type]
+    waited = time.monotonic() - began
+    sink.finish({"status": "done"})
+    assert slow.told == ["start", "step 1", "step 2", "step 3", "rewind to 1", "step 2", "done"]
+    assert waited < 0.05
+    assert not said
 
 
 def check_tensorboard(run: Path, records: list[dict[str, Any]]) -> None:

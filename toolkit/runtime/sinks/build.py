@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import queue
 import re
 import statistics
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -114,8 +116,15 @@ def _by_entry_point(name: str) -> Any:
     return points[name].load()
 
 
+WAITING_CALLS = 1024
+"""Calls of a sink that may wait for its thread; a sink that is further behind holds up training."""
+
+
 class GuardedSink:
-    """Keeps a failing sink from ending the run: the first error is reported, then the sink is disabled."""
+    """Runs a sink in a thread of its own, in order: a slow network holds up no step.
+
+    A failing sink does not end the run: the first error is reported, then the sink is disabled.
+    """
 
     def __init__(self, name: str, sink: Any, say: Callable[[str], object]) -> None:
         self._name, self._sink, self._say = name, sink, say
@@ -123,27 +132,38 @@ class GuardedSink:
         # Optional in a user's sink.
         self._evaluated = getattr(sink, "evaluated", lambda record: None)
         self._rewind = getattr(sink, "rewind", lambda step: None)
+        self._calls: queue.Queue[Callable[[], object] | None] = queue.Queue(WAITING_CALLS)
+        self._thread = threading.Thread(target=self._work, name=f"sink {name}", daemon=True)
 
     def start(self, info: Mapping[str, Any]) -> None:
-        self._try(self._sink.start, info)
+        self._try(partial(self._sink.start, info))
+        self._thread.start()
 
     def log(self, record: Record) -> None:
-        self._try(self._sink.log, record)
+        self._calls.put(partial(self._sink.log, record))
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
-        self._try(self._evaluated, record)
+        self._calls.put(partial(self._evaluated, record))
 
     def rewind(self, step: int) -> None:
-        self._try(self._rewind, step)
+        self._calls.put(partial(self._rewind, step))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        self._try(self._sink.finish, summary)
+        """Let the thread end first: everything before is written."""
+        if self._thread.is_alive():
+            self._calls.put(None)
+            self._thread.join()
+        self._try(partial(self._sink.finish, summary))
 
-    def _try(self, call: Callable[[Any], None], value: Any) -> None:
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._try(call)
+
+    def _try(self, call: Callable[[], object]) -> None:
         if self._failed:
             return
         try:
-            call(value)
+            call()
         except Exception as error:  # whatever a user's code or a network raises
             self._failed = True
             what = f"{type(error).__name__}: {error}"
