@@ -45,6 +45,7 @@ class MemoryMeter:
         """Reports when the optimizer starts, which is the end of the backward pass."""
         self._standing: Standing | None = None
         self._after_backward = 0
+        self._process = psutil.Process()  # made once: that reads three files
 
     def last(self) -> MemoryPeak:
         """Peak of the last step."""
@@ -60,7 +61,7 @@ class MemoryMeter:
         """Bytes allocated on the accelerator now; on a CPU, the resident memory of the process."""
         accelerator = get_accelerator()
         if accelerator.device_name() == "cpu":
-            return int(psutil.Process().memory_info().rss)
+            return int(self._process.memory_info().rss)
         return int(accelerator.memory_allocated())
 
     @contextlib.contextmanager
