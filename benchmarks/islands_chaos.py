@@ -39,15 +39,16 @@ from toolkit.run_dir.layout import RunDir
 AWAY_SECONDS = 15.0
 """How long an island is stopped or cut off: longer than its lease."""
 MOST_ISLANDS = 3
-ROUND = 100
-"""Steps of a round: some seconds, so that claims and exchanges are a small part of it, as in runs of real models."""
+ROUND = 10
+"""Steps of a round: some seconds."""
 RECIPE = (
-    "data.seq_len=64", "train.global_batch=8", "train.lr=2e-3", "metrics.console=false", "metrics.detail_every=0",
-    "model.config.hidden_size=64", "model.config.intermediate_size=128", "model.config.num_hidden_layers=2",
-    "metrics.wandb={mode: disabled}", f"checkpoint.every={5 * ROUND}", "checkpoint.keep=2",
+    "data.seq_len=64", "train.global_batch=8", "train.lr=5e-4", "metrics.console=false", "metrics.detail_every=0",
+    "model.config.hidden_size=384", "model.config.intermediate_size=1024", "model.config.num_hidden_layers=6",
+    "metrics.wandb={mode: disabled}", f"checkpoint.every={20 * ROUND}", "checkpoint.keep=2",
     f"strategy={{name: local_sgd, islands: 2, local_steps: {ROUND}, zero_stage: 0}}",
     "train.outer={mode: async, bits: 2}",
 )  # fmt: skip
+"""The demo with 10 million parameters."""
 
 
 class Proxy:
@@ -254,7 +255,7 @@ def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
 def main() -> None:
     """Run, and print what was counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20000, help="of the recipe; islands share twice as many")
+    parser.add_argument("--steps", type=int, default=6000, help="of the recipe; islands share twice as many")
     parser.add_argument("--period", type=float, default=40.0, help="seconds between two events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="undisturbed")

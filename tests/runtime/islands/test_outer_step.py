@@ -141,6 +141,33 @@ def test_two_bits_keep_signs_and_sizes(density: float, fewer: float, lost: float
     assert not encoding.unpack(encoding.pack(torch.zeros(BLOCK)), BLOCK).any()
 
 
+@pytest.mark.parametrize("encoding", [Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.05)])
+def test_parts_of_a_long_change_are_encoded_as_if_alone(encoding: Encoding) -> None:
+    """Longer than what is encoded at a time, and not a whole number of blocks."""
+    size = 1200 * BLOCK + 17
+    values = torch.randn(size)
+    found = encoding.unpack(encoding.pack(values), size)
+    for begin, end in ((0, 3 * BLOCK), (511 * BLOCK, 514 * BLOCK), (1199 * BLOCK, size)):
+        alone = encoding.unpack(encoding.pack(values[begin:end]), end - begin)
+        assert torch.equal(found[begin:end], alone)
+
+
+@pytest.mark.parametrize("encoding", [Encoding(), Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.1)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_numbers_that_would_overflow_are_seen_before_they_are_decoded(encoding: Encoding, bad: float) -> None:
+    size = 3 * BLOCK
+    assert encoding.is_finite(encoding.pack(torch.randn(size)), size)
+    packed = encoding.pack(torch.zeros(size))
+    if encoding.bits == 32:
+        packed.view(torch.float32)[-1] = bad
+        assert encoding.is_finite(packed, size) == (bad == 3e38)
+        return
+    begin = size * encoding.kept // BLOCK * encoding.bits // 8  # of the scales, four bytes per block
+    kind = torch.bfloat16 if encoding.bits == 2 else torch.float32
+    packed[begin : begin + 4] = torch.tensor([bad, -bad][: 4 // kind.itemsize], dtype=kind).view(torch.uint8)
+    assert not encoding.is_finite(packed, size)
+
+
 def repeated_mean(encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
     """As a rank: the sum over rounds of means, and what is owed yet."""
     rank, error, total = torch.distributed.get_rank(), torch.zeros(SIZE), torch.zeros(SIZE)

@@ -195,6 +195,7 @@ class AsyncIslandEngine:
         while True:
             found = self._agree(lambda: "stop" if waits.stopping() else self._claims.next(self._rounds_done))
             if found == "wait":
+                self._transfer.hurry()
                 self._merge(None)
                 time.sleep(POLL_SECONDS)
                 waits.tick()

@@ -15,6 +15,8 @@ from toolkit.runtime.islands.flat_masters import Layout
 from toolkit.runtime.islands.quantize import Encoding
 
 POLL_SECONDS = 0.05
+SLOWEST_POLL_SECONDS = 0.5
+"""Pause between two looks for updates while none arrive: each look is a request per island, and costs training time."""
 BEAT_SECONDS = 1.0
 FLUSH_SECONDS = 5.0
 """Time for the last update of an island that was asked to stop."""
@@ -47,6 +49,8 @@ class BackgroundTransfer:
         self.was_away = False
         """Whether the others could take this island for one that has left: updates are kept for it for a while only."""
         self._ended = threading.Event()
+        self._pause_seconds = POLL_SECONDS
+        self._hurried = threading.Event()
         self.sent_bytes = self.received_bytes = 0
         """Encoded updates that this rank has sent and fetched."""
         self.busy_seconds = 0.0
@@ -75,6 +79,11 @@ class BackgroundTransfer:
     def num_published(self) -> int:
         """Updates that all islands have published, as far as this rank knows."""
         return sum(self._published)
+
+    def hurry(self) -> None:
+        """Look for updates now: training waits for them."""
+        self._pause_seconds = POLL_SECONDS
+        self._hurried.set()
 
     def send(self, task: Task) -> None:
         """Run a task in the background, after those queued before it."""
@@ -135,6 +144,7 @@ class BackgroundTransfer:
     def end(self) -> None:
         """End the threads."""
         self._ended.set()
+        self._hurried.set()
 
     def _start(self, work: Callable[[UpdateStore], None]) -> None:
         threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
@@ -164,6 +174,7 @@ class BackgroundTransfer:
         self._fetched += [0] * (islands - len(self._fetched))
         self._published += [0] * (islands - len(self._published))
         self._arrived += [[] for _ in range(islands - len(self._arrived))]
+        known = sum(self._fetched)
         for island in range(islands):
             published = self._published[island] = store.num_updates(island)
             if island == self._membership.island:
@@ -173,7 +184,10 @@ class BackgroundTransfer:
                 self.received_bytes += sum(piece.content.numel() for piece in update.pieces)
                 self._arrived[island].append(update)
                 self._fetched[island] += 1
-        self._ended.wait(POLL_SECONDS)
+        longer = min(1.5 * self._pause_seconds, SLOWEST_POLL_SECONDS)
+        self._pause_seconds = POLL_SECONDS if sum(self._fetched) > known else longer
+        self._hurried.wait(self._pause_seconds)
+        self._hurried.clear()
 
     def _beat(self, store: UpdateStore) -> None:
         if self._rank == 0:

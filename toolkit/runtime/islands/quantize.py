@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,6 @@ from torch.nn.functional import pad
 
 BLOCK = 256
 """Elements that share their scales. An outlier affects its own block only, and a place in a block is one byte."""
-_SHIFTS = {8: (0,), 4: (0, 4), 2: (0, 2, 4, 6)}
-"""Bits → places of numbers in a byte."""
 
 
 @dataclass(frozen=True)
@@ -44,54 +43,109 @@ class Encoding:
         """Encode fp32 numbers as bytes."""
         if self.bits == 32:
             return values.contiguous().view(torch.uint8)
-        rows = pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-        places = torch.zeros(0, dtype=torch.uint8)
-        if self.kept < BLOCK:
-            found = rows.abs().topk(self.kept, dim=1, sorted=False).indices.sort(dim=1).values
-            rows, places = rows.gather(1, found), found.to(torch.uint8)
-        numbers, scales = _signs_and_sizes(rows) if self.bits == 2 else _multiples(rows, self.bits)
-        packed = sum(
-            (numbers[:, at :: 8 // self.bits] << shift for at, shift in enumerate(_SHIFTS[self.bits])),
-            torch.zeros((), dtype=torch.uint8),
-        )
-        return torch.cat([packed.flatten(), scales.flatten().view(torch.uint8), places.flatten()])
+        blocks = -(-values.numel() // BLOCK)
+        numbers = torch.empty(blocks, self.kept * self.bits // 8, dtype=torch.uint8)
+        scales = torch.empty(blocks, 4, dtype=torch.uint8)
+        places = torch.empty(blocks, self.kept if self.kept < BLOCK else 0, dtype=torch.uint8)
+        for part in _parts(blocks):
+            own = values[part.start * BLOCK : part.stop * BLOCK]
+            rows = pad(own, (0, len(numbers[part]) * BLOCK - own.numel())).view(-1, BLOCK)
+            if self.kept < BLOCK:
+                found = rows.abs().topk(self.kept, dim=1, sorted=False).indices.sort(dim=1).values
+                rows, places[part] = rows.gather(1, found), found.to(torch.uint8)
+            codes, sizes = _signs_and_sizes(rows) if self.bits == 2 else _multiples(rows, self.bits)
+            scales[part] = sizes.view(torch.uint8).view(-1, 4)
+            numbers[part] = self._joined(codes)
+        return torch.cat([numbers.flatten(), scales.flatten(), places.flatten()])
+
+    def _joined(self, codes: torch.Tensor) -> torch.Tensor:
+        """Numbers of few bits in a byte each → as many in a byte as it can hold, the first in the lowest bits."""
+        if self.bits == 8:
+            return codes
+        if self.bits == 4:
+            pairs = codes.view(torch.int16)
+            return (pairs | pairs >> 4).to(torch.uint8)
+        fours = codes.view(torch.int32)
+        return (fours | fours >> 6 | fours >> 12 | fours >> 18).to(torch.uint8)
+
+    def _apart(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_joined`."""
+        if self.bits == 8:
+            return numbers
+        if self.bits == 4:
+            pairs = numbers.to(torch.int16)
+            return ((pairs | pairs << 4) & 0x0F0F).view(torch.uint8)
+        fours = numbers.to(torch.int32)
+        return ((fours | fours << 6 | fours << 12 | fours << 18) & 0x03030303).view(torch.uint8)
 
     def unpack(self, packed: torch.Tensor, size: int) -> torch.Tensor:
         """Decode `size` numbers to fp32."""
         if self.bits == 32:
             return packed.view(torch.float32)
         blocks = -(-size // BLOCK)
-        sizes = [blocks * self.kept * self.bits // 8, 4 * blocks]
-        numbers, scales, places = packed.tensor_split([sizes[0], sum(sizes)])
-        mask = 2**self.bits - 1
-        shifted = [(numbers >> shift) & mask for shift in _SHIFTS[self.bits]]
-        rows = torch.stack(shifted, dim=1).view(blocks, self.kept)
-        if self.bits == 2:
-            halves = scales.clone().view(torch.bfloat16).view(blocks, 2).float()
-            sign = 1.0 - 2.0 * (rows >> 1)
-            found = sign * torch.where((rows & 1).bool(), halves[:, 1:], halves[:, :1])
-        else:
-            found = (rows.float() - mask // 2) * scales.clone().view(torch.float32)[:, None]
-        if self.kept < BLOCK:
-            whole = torch.zeros(blocks, BLOCK)
-            found = whole.scatter_(1, places.view(blocks, self.kept).long(), found)
-        return found.flatten()[:size]
+        numbers, scales, places = self._split(packed, blocks)
+        found = torch.empty(blocks, BLOCK)
+        for part in _parts(blocks):
+            rows = self._decoded(numbers[part], scales[part])
+            if self.kept < BLOCK:
+                found[part] = torch.zeros_like(found[part]).scatter_(1, places[part].long(), rows)
+            else:
+                found[part] = rows
+        return found.view(-1)[:size]
+
+    def is_finite(self, packed: torch.Tensor, size: int) -> bool:
+        """Whether all numbers are finite when decoded: those of few bits are if their scales are far from overflow."""
+        if self.bits == 32:
+            return bool(torch.isfinite(packed.view(torch.float32)).all())
+        scales = self._split(packed, -(-size // BLOCK))[1].clone()
+        # Decoding multiplies a scale by at most 128, or subtracts one of the two sizes from the other.
+        largest = scales.view(torch.bfloat16 if self.bits == 2 else torch.float32).float() * 128
+        return bool(torch.isfinite(largest).all())
+
+    def _split(self, packed: torch.Tensor, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(numbers, scales, places), one row per block."""
+        widths = (self.kept * self.bits // 8, 4, self.kept if self.kept < BLOCK else 0)
+        parts = packed.tensor_split([blocks * widths[0], blocks * (widths[0] + 4)])
+        numbers, scales, places = (part.view(blocks, width) for part, width in zip(parts, widths, strict=True))
+        return numbers, scales, places
+
+    def _decoded(self, numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """The numbers of some blocks."""
+        codes = self._apart(numbers)
+        if self.bits > 2:
+            return codes.float().sub_(2 ** (self.bits - 1) - 1).mul_(scales.clone().view(torch.float32))
+        small, large = scales.clone().view(torch.bfloat16).float().tensor_split(2, dim=1)
+        signs = (codes & 2).float().neg_().add_(1)
+        return torch.addcmul(small, (codes & 1).float(), large - small).mul_(signs)
+
+
+_BLOCKS_AT_A_TIME = 512
+"""Blocks that are encoded together: what is in between stays in a core's cache."""
+
+
+def _parts(blocks: int) -> Iterator[slice]:
+    return (slice(at, min(at + _BLOCKS_AT_A_TIME, blocks)) for at in range(0, blocks, _BLOCKS_AT_A_TIME))
 
 
 def _multiples(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(whole numbers from 0 on, scales)."""
     limit = 2 ** (bits - 1) - 1
     scales = rows.abs().amax(dim=1, keepdim=True) / limit
-    whole = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-limit, limit)
-    return (whole + limit).to(torch.uint8), scales
+    whole = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().clamp_(-limit, limit)
+    return whole.add_(limit).to(torch.uint8), scales
 
 
 def _signs_and_sizes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(2 × is negative + is large, the two sizes)."""
     magnitude = rows.abs()
-    large = magnitude > magnitude.mean(dim=1, keepdim=True)
-    means = [(magnitude * s).sum(dim=1) / s.sum(dim=1).clamp(min=1) for s in (~large, large)]
-    return (2 * (rows < 0) + large).to(torch.uint8), torch.stack(means, dim=1).to(torch.bfloat16)
+    total = magnitude.sum(dim=1, keepdim=True)
+    large = magnitude > total / rows.shape[1]
+    count = large.sum(dim=1, keepdim=True)
+    upper = (magnitude * large).sum(dim=1, keepdim=True)
+    lower = (total - upper).clamp(min=0)  # an outlier's rounding may exceed the sum of all others
+    sizes = torch.cat([lower / (rows.shape[1] - count).clamp(min=1), upper / count.clamp(min=1)], dim=1)
+    codes = (rows < 0).view(torch.uint8).mul(2).add_(large.view(torch.uint8))
+    return codes, sizes.to(torch.bfloat16)
 
 
 GATHERED_RANKS = 2
@@ -165,8 +219,7 @@ class ErrorFeedbackCodec:
         required = self.encoding.num_bytes(size)
         if content.numel() != required:
             return f"it has {content.numel()} bytes; {required} are required"
-        finite = bool(torch.isfinite(self.encoding.unpack(content, size)).all())
-        return "" if finite else "it holds NaN or infinite numbers"
+        return "" if self.encoding.is_finite(content, size) else "it holds NaN or infinite numbers"
 
     def pack(self, change: torch.Tensor) -> torch.Tensor:
         """Encode a change as bytes; what rounding loses is kept for the next call."""
