@@ -9,7 +9,7 @@ import deepspeed.comm as dist
 import torch
 
 from toolkit.plans.plan import Plan
-from toolkit.runtime.distributed.process_group import all_sum
+from toolkit.runtime.distributed.process_group import RunningSum, all_sum
 
 
 class Mesh:
@@ -100,6 +100,10 @@ class Mesh:
         if self.token_ranks == 1:
             return values
         return all_sum(values, self.data_group)
+
+    def start_sum_over_tokens(self, values: torch.Tensor) -> RunningSum:
+        """Start `sum_over_tokens`, which runs beside what follows."""
+        return RunningSum(values, self.data_group, self.token_ranks)
 
     def sum_over_shards(self, values: torch.Tensor) -> torch.Tensor:
         """All-reduce in place over the stages and tensor shards of this replica."""

@@ -202,6 +202,22 @@ def send_wait(work: Any) -> None:
     work.wait()
 
 
+class RunningSum:
+    """A sum over ranks, in place, that was started and is waited for when it is read: other work runs meanwhile."""
+
+    def __init__(self, values: torch.Tensor, group: Any, ranks: int) -> None:
+        """`group`: of these ranks. Collective if there are several."""
+        self._values = values
+        self._work = dist.all_reduce(values, group=group, async_op=True) if ranks > 1 else None
+
+    @functools.cached_property
+    def values(self) -> torch.Tensor:
+        """The sum. On an accelerator the stream waits, not the host."""
+        if self._work is not None:
+            all_reduce_wait(self._work)
+        return self._values
+
+
 class HostSum:
     """A sum of whole numbers over ranks, in host memory: started at once, and waited for when it is read.
 
@@ -210,15 +226,12 @@ class HostSum:
 
     def __init__(self, own: int, group: Any, ranks: int) -> None:
         """`group`: a gloo group of these ranks. Collective if there are several."""
-        self._sum = torch.tensor(own)
-        self._work = dist.all_reduce(self._sum, group=group, async_op=True) if ranks > 1 else None
+        self._sum = RunningSum(torch.tensor(own), group, ranks)
 
     @functools.cached_property
     def total(self) -> int:
         """The sum."""
-        if self._work is not None:
-            all_reduce_wait(self._work)
-        return int(self._sum)
+        return int(self._sum.values)
 
 
 def all_max(values: torch.Tensor, group: Any = None) -> torch.Tensor:

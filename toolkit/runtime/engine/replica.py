@@ -137,24 +137,23 @@ class ReplicaEngine:
         lr = float(self._engine.get_lr()[0])
         self._nonfinite.reset()
         self._scaling.begin()
-        for micro in batch:
+        for number, micro in enumerate(batch, 1):
             with part(self._clock, "forward"):
-                whole = micro.located().to(device())
-                own = self._slice_batch(whole)
-                self._routers.expect(whole)
-                self._loss.expect(own)
-                loss = self._loss(forward(self._engine, own).logits, own.labels)
+                loss = self._loss_of(micro)
                 total += loss.detach()
+                if number == len(batch):
+                    nonfinite = (~torch.isfinite(total)).float()
+                    # Ranks exchange the loss during the last backward pass: after the step, all would wait for it.
+                    summed = self._mesh.start_sum_over_tokens(total)
             with part(self._clock, "backward"):
                 self._engine.backward(self._scaling.prepared(loss * self._weight(len(batch), weighed.total)))
             self._check_once()
             with part(self._clock, "optimizer"):
                 self._engine.step()
-        nonfinite = self._nonfinite.count + (~torch.isfinite(total)).float()
         scale, skipped = self._scaling.last()
         return StepResult(
             numbers=StepNumbers(
-                loss=self._mesh.sum_over_tokens(total) / max(weighed.total, 1),
+                loss=summed.values / max(weighed.total, 1),
                 grad_norm=self._scaling.unscaled(self._norm.last()),
                 micro_square=self._noise.take(len(batch)) if self._noise else None,
                 figures=figures_of(self._loss, weighed.total, self._mesh.sum_over_tokens, total),
@@ -164,8 +163,16 @@ class ReplicaEngine:
             lr=lr,
             skipped=skipped,
             loss_scale=scale,
-            own_nonfinite=nonfinite,
+            own_nonfinite=self._nonfinite.count + nonfinite,
         )
+
+    def _loss_of(self, micro: MicroBatch) -> torch.Tensor:
+        """Forward pass: the loss summed over this rank's tokens of a micro-batch."""
+        whole = micro.located().to(device())
+        own = self._slice_batch(whole)
+        self._routers.expect(whole)
+        self._loss.expect(own)
+        return self._loss(forward(self._engine, own).logits, own.labels)
 
     def _weight(self, micro_batches: int, tokens: int) -> float:
         """Factor of the summed loss: DeepSpeed divides by micro-batches and ranks; the result is a mean over tokens."""
