@@ -1,4 +1,4 @@
-"""Useful tokens per second of a whole run, against transformers.Trainer and TRL's SFTTrainer, in turns in one run.
+"""Useful tokens per second of a whole run, against Trainer, TRL's SFTTrainer and plain DeepSpeed, in turns in one run.
 
     pip install 'zero-toolkit[bench]'
     python -m benchmarks.throughput [--rounds 12] [--seconds 8] [--seq-len 256] [--median 44] [--only toolkit,trl]
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.harness import bare_peers
 from benchmarks.harness.contest import Contestant, compete, note_step, noted_steps, own_steps, ratio_of
 from toolkit.launching.environment import free_port
 from toolkit.recipe.file import load_recipe
@@ -34,7 +35,8 @@ ENDLESS = 1_000_000
 """Steps of a run that is ended by its contest."""
 OWN = {"toolkit": (), "toolkit-stream": ("data.packing_method=stream",)}
 """Our runs: as by default, and with documents cut where a sequence is full, as TRL's `wrapped` does."""
-PEERS = ("trainer", "trl", "trl-wrapped")
+PEERS = ("trainer", "trl", "trl-wrapped", "deepspeed", "products")
+"""`deepspeed`: a plain loop over one stream of text. `products`: nothing but the products of a step, as a bound."""
 MODEL = {
     "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264, "max_position_embeddings": 4096,
@@ -158,13 +160,20 @@ def peer(name: str, work: Path, seq_len: int) -> None:
     values = json.loads((work / "model.json").read_text())
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
 
+    file, rows_per_rank = noted(work, name, int(os.environ["RANK"])), sequences(seq_len) // PROCESSES
+    if name == "deepspeed":
+        config = json.loads((work / "deepspeed.json").read_text())
+        bare_peers.plain_deepspeed(model, ids, config, (rows_per_rank, seq_len), partial(note_step, file))
+    if name == "products":
+        bare_peers.products(model, rows_per_rank * seq_len, partial(note_step, file))
+
     class Notes(TrainerCallback):  # type: ignore[misc]
         """Notes every step, with what its loss has counted."""
 
         tokens = 0
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            note_step(noted(work, name, int(os.environ["RANK"])), self.tokens)
+            note_step(file, self.tokens)
             self.tokens = 0
 
     notes = Notes()
