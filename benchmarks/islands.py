@@ -1,7 +1,7 @@
 """Islands over a slow link: speed and loss against synchronous training, in few bits, of unequal speed, and killed.
 
 python -m benchmarks.islands link [--steps 200] [--warm 400] [--json FILE]    # as root: it makes network namespaces
-python -m benchmarks.islands fresh [--steps 600] [--mbit 50] [--seed 0] [--json FILE]   # from random weights
+python -m benchmarks.islands fresh [--steps 600] [--warm 0] [--mbit 50] [--seed 0] [--only REGEX] [--json FILE]
 python -m benchmarks.islands slow|unequal|kills [--steps N] [--json FILE]
 python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
 """
@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -110,7 +111,7 @@ def over_link(name: str, overrides: Sequence[str], *, mbit: int | None, ranks: i
 def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
     """Speed over all but the first steps."""
     records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    steady = records[3:]
+    steady = records[min(3, len(records) // 2) :]
     speed = sum(record["tokens"] for record in steady) / sum(record["wall_seconds"] for record in steady)
     held_out = None
     if run.evaluations.is_file():
@@ -120,12 +121,12 @@ def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
     return found
 
 
-def warmed(steps: int, folder: Path) -> Path:
+def warmed(steps: int, folder: Path, begin: Sequence[str] = ()) -> Path:
     """A checkpoint of so many synchronous steps inside one site, without a link: where islands begin.
 
     Models that have hardly learned anything can't be averaged; DiLoCo begins with trained ones, too.
     """
-    given = [*LARGE, *SYNC, f"train.steps={steps}", f"checkpoint.every={steps}", "train.schedule=constant"]
+    given = [*LARGE, *SYNC, *begin, f"train.steps={steps}", f"checkpoint.every={steps}", "train.schedule=constant"]
     run = resolve(load_recipe(find_recipe("demo"), given), 2).write(folder / "warm")
     assert not any(run_warm(launchers.commands("local", run.path, 2, "cpu"))), run.log(0).read_text()[-2000:]
     measured(f"{steps} steps in one site", run)
@@ -179,26 +180,54 @@ def in_one_process(name: str, overrides: Sequence[str]) -> Run:
         return measured(name, run)
 
 
-def fresh(steps: int, mbit: int, seed: int) -> list[Run]:
-    """From random weights over a slow link: speed and bytes against every step in fp32, loss against one process."""
-    rate, from_seed = f"{mbit} Mbit/s", f"train.seed={seed}"
-    count = [f"train.steps={steps}", from_seed]
-    slow_sync = over_link(f"every step, {rate}", [from_seed, "train.steps=8", *SYNC], mbit=mbit)
-    free = [from_seed, f"train.steps={min(steps, FREE_STEPS)}", *STREAMED]
-    own = over_link("2 bits every 4 steps, no limit", free, mbit=None)
-    sync, muon = in_one_process("every step", count), in_one_process("every step, Muon", [*count, *MUON])
-    found = [slow_sync, own, sync, muon]
-    print(f"every step, Muon: held-out loss {muon.final / sync.final - 1:+.2%} against AdamW", flush=True)
+def fresh(steps: int, mbit: int, seed: int, warm: int, only: str) -> list[Run]:
+    """Islands over a slow link: speed and bytes against every step in fp32, loss against one process.
+
+    `only`: names of the runs that are made. `warm`: all begin with a checkpoint of so many synchronous steps.
+    """
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder:
+        begin = [f"train.seed={seed}"]
+        if warm:
+            begin += [f"checkpoint.resume={warmed(warm, Path(folder), begin)}"]
+        return list(_fresh(begin, warm, steps, mbit, only).values())
+
+
+def _fresh(begin: list[str], warm: int, steps: int, mbit: int, only: str) -> dict[str, Run]:
+    rate, found = f"{mbit} Mbit/s", dict[str, Run]()
+
+    def count(number: int) -> list[str]:
+        return [*begin, f"train.steps={warm + number}"]
+
+    def made(name: str, run: Callable[[str], Run]) -> None:
+        if re.fullmatch(only, name):
+            found[name] = run(name)
+
+    few = 8 if mbit >= MBIT else 4
+    made("slow", lambda name: over_link(f"every step, {rate}", [*count(few), *SYNC], mbit=mbit))
+    free = [*count(min(steps, FREE_STEPS)), *STREAMED]
+    made("free", lambda name: over_link("2 bits every 4 steps, no limit", free, mbit=None))
+    made("sync", lambda name: in_one_process("every step", count(steps)))
+    made("sync, Muon", lambda name: in_one_process("every step, Muon", [*count(steps), *MUON]))
     for name, axes in FRESH.items():
-        run = over_link(f"{name}, {rate}", [*count, *axes], mbit=mbit)
-        faster = run.tokens_per_second / slow_sync.tokens_per_second
-        fewer = slow_sync.link_bytes / 8 / (run.link_bytes / steps)
-        against_muon = f", {run.final / muon.final - 1:+.2%} against Muon" if "Muon" in name else ""
-        print(f"{name}: {faster:.1f} x as fast as every step, {run.tokens_per_second / own.tokens_per_second:.3f} x the"
-              f" speed of {own.name} (AdamW), {fewer:.0f} x fewer bytes per token, held-out loss"
-              f" {run.final / sync.final - 1:+.2%} against AdamW at every step{against_muon}", flush=True)  # fmt: skip
-        found.append(run)
+        made(name, lambda name, axes=axes: over_link(f"{name}, {rate}", [*count(steps), *axes], mbit=mbit))
+        if name in found:
+            print(f"{name}: {_compared(found, name, few, steps)}", flush=True)
     return found
+
+
+def _compared(found: dict[str, Run], name: str, few: int, steps: int) -> str:
+    """A run against those that there are to compare it with."""
+    run, said = found[name], []
+    if slow := found.get("slow"):
+        fewer = slow.link_bytes / few / (run.link_bytes / steps)
+        said += [f"{run.tokens_per_second / slow.tokens_per_second:.1f} x as fast as every step"]
+        said += [f"{fewer:.0f} x fewer bytes per token"]
+    if free := found.get("free"):
+        said += [f"{run.tokens_per_second / free.tokens_per_second:.3f} x the speed of {free.name}"]
+    for against in ("sync", "sync, Muon"):
+        if other := found.get(against):
+            said += [f"held-out loss {run.final / other.final - 1:+.2%} against {other.name}"]
+    return ", ".join(said)
 
 
 @dataclass(frozen=True)
@@ -356,7 +385,8 @@ def main() -> None:
     parser.add_argument("what", choices=["link", "fresh", "slow", "unequal", "kills", "plot"])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="or kills (default: %(default)s)")
-    parser.add_argument("--warm", type=int, default=400, help="link: steps in one site before (default: %(default)s)")
+    parser.add_argument("--warm", type=int, help="steps in one site before (default: 400 for link, 0 for fresh)")
+    parser.add_argument("--only", default=".*", help="fresh: which runs (slow, free, sync, ...; default: all)")
     parser.add_argument("--mbit", type=int, default=MBIT, help="fresh: speed of the link (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="fresh: seed of weights and data")
     parser.add_argument("--json", type=Path)
@@ -366,8 +396,8 @@ def main() -> None:
         plot(args.files, args.out)
         return
     kinds: dict[str, Callable[[], list[Run]]] = {
-        "link": lambda: link(args.steps, args.warm),
-        "fresh": lambda: fresh(args.steps, args.mbit, args.seed),
+        "link": lambda: link(args.steps, 400 if args.warm is None else args.warm),
+        "fresh": lambda: fresh(args.steps, args.mbit, args.seed, args.warm or 0, args.only),
         "slow": lambda: slow(args.steps),
         "unequal": lambda: unequal(args.steps),
         "kills": lambda: kills(args.steps),

@@ -35,8 +35,8 @@ ENDLESS = 1_000_000
 """Steps of a run that is ended by its contest."""
 OWN = {"toolkit": (), "toolkit-stream": ("data.packing_method=stream",)}
 """Our runs: as by default, and with documents cut where a sequence is full, as TRL's `wrapped` does."""
-PEERS = ("trainer", "trl", "trl-wrapped", "deepspeed", "products")
-"""`deepspeed`: a plain loop over one stream of text. `products`: nothing but the products of a step, as a bound."""
+PEERS = ("trainer", "trl", "trl-wrapped", "deepspeed", "bound")
+"""`deepspeed`: a plain loop over one stream of text. `bound`: nothing but the products and attention of a step."""
 MODEL = {
     "model_type": "llama", "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 264, "max_position_embeddings": 4096,
@@ -164,8 +164,8 @@ def peer(name: str, work: Path, seq_len: int) -> None:
     if name == "deepspeed":
         config = json.loads((work / "deepspeed.json").read_text())
         bare_peers.plain_deepspeed(model, ids, config, (rows_per_rank, seq_len), partial(note_step, file))
-    if name == "products":
-        bare_peers.products(model, rows_per_rank * seq_len, partial(note_step, file))
+    if name == "bound":
+        bare_peers.bound(model, ids, rows_per_rank * seq_len, partial(note_step, file))
 
     class Notes(TrainerCallback):  # type: ignore[misc]
         """Notes every step, with what its loss has counted."""

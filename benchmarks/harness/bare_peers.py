@@ -1,7 +1,7 @@
-"""Two contestants without a trainer: a plain DeepSpeed loop, and nothing but the matrix products of a step.
+"""Two contestants without a trainer: a plain DeepSpeed loop, and nothing but the products and attention of a step.
 
-The second one bounds what any loop can reach with the same model: it has no attention, norms, loss, optimizer,
-communication or data.
+The second one bounds what any loop can reach with the same model and kernels: it has no embedding, norms, activations,
+loss, optimizer, communication or data.
 """
 
 from __future__ import annotations
@@ -51,17 +51,35 @@ def _batches(
 
 
 @torch.no_grad()
-def products(model: torch.nn.Module, tokens: int, note: Note) -> None:
-    """Forward, and gradients of inputs and weights, of every linear layer, by the faster library for this processor."""
+def bound(model: Any, documents: Sequence[Sequence[int]], tokens: int, note: Note) -> None:
+    """Every linear layer and the attention of every layer, forward and backward, by the kernels that are fastest here.
+
+    Products by the faster library for this processor, attention by torch's flash kernel for CPUs, document by document.
+    """
     host_matmul.switch(on=not host_matmul.why_not())
     weights = [layer.weight.detach() for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     inputs = {width: torch.randn(tokens, width) for weight in weights for width in weight.shape}
+    lengths = itertools.cycle(len(document) for document in documents)
+    config, longest = model.config, max(map(len, documents))
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    width = config.hidden_size // heads
+    most = [torch.randn(1, longest, count, width).transpose(1, 2) for count in (heads, key_heads, key_heads, heads)]
     while True:
         for weight in weights:
-            given, gradient = inputs[weight.shape[1]], inputs[weight.shape[0]]
-            given @ weight.t()
-        for weight in reversed(weights):
-            given, gradient = inputs[weight.shape[1]], inputs[weight.shape[0]]
-            gradient @ weight
-            gradient.t() @ given
-        note(tokens)
+            torch.mm(inputs[weight.shape[1]], weight.t())
+            torch.mm(inputs[weight.shape[0]], weight)
+            torch.mm(inputs[weight.shape[0]].t(), inputs[weight.shape[1]])
+        done = 0
+        while done < tokens:
+            length = next(lengths)
+            done += length
+            for _ in range(config.num_hidden_layers):
+                _attention(*(tensor[:, :, :length] for tensor in most))
+        note(done)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Attention of one layer in one document, forward and backward."""
+    kernels = torch.ops.aten
+    out, spread = kernels._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+    kernels._scaled_dot_product_flash_attention_for_cpu_backward(gradient, query, key, value, out, spread, 0.0, True)
