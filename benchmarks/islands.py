@@ -2,6 +2,7 @@
 
 python -m benchmarks.islands link [--steps 200] [--warm 400] [--json FILE]    # as root: it makes network namespaces
 python -m benchmarks.islands fresh [--steps 600] [--warm 0] [--mbit 50] [--seed 0] [--only REGEX] [--json FILE]
+python -m benchmarks.islands turns [--steps 300] [--mbit 50]     # speed with a slow link over that with a fast one
 python -m benchmarks.islands slow|unequal|kills [--steps N] [--json FILE]
 python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
 """
@@ -28,6 +29,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.harness import browser
+from benchmarks.harness.link_turns import Turns, set_limit
 from benchmarks.harness.slow_link import Link, address, move_into
 from benchmarks.harness.unequal_islands import in_turns, slow_down
 from toolkit.checkpoints import store
@@ -92,20 +94,36 @@ class Sited:
 def over_link(name: str, overrides: Sequence[str], *, mbit: int | None, ranks: int = 4) -> Run:
     """A run of two sites with a link between them, limited or not."""
     with tempfile.TemporaryDirectory(prefix="islands-") as folder, Link() as link:
-        for side in (0, 1) if mbit else ():
-            how = ("tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "50ms")
-            inside = ("ip", "netns", "exec", link.space(side), "tc", "qdisc", "add", "dev", "eth0", "root")
-            subprocess.run([*inside, *how], check=True)
-        resolved = resolve(load_recipe(find_recipe("demo"), [*LARGE, *overrides]), ranks)
-        run = resolved.write(Path(folder) / "run")
-        enter = Sited((link.space(0), link.space(1)), ranks)
-        codes = run_warm(launchers.commands("local", run.path, ranks, "cpu"), enter)
-        assert not any(codes), "\n".join(path.read_text()[-2000:] for path in run.path.glob("logs/*"))
+        if mbit:
+            set_limit(link, mbit)
+        run = two_sites(Path(folder) / "run", overrides, link, ranks)
         sent = subprocess.run(
             ["ip", "netns", "exec", link.space(0), "cat", "/sys/class/net/eth0/statistics/tx_bytes"],
             check=True, capture_output=True, text=True,
         )  # fmt: skip
         return measured(name, run, int(sent.stdout))
+
+
+def two_sites(folder: Path, overrides: Sequence[str], link: Link, ranks: int = 4) -> RunDir:
+    """The run directory of a run that is over, half of whose ranks were on either side of a link."""
+    run = resolve(load_recipe(find_recipe("demo"), [*LARGE, *overrides]), ranks).write(folder)
+    enter = Sited((link.space(0), link.space(1)), ranks)
+    codes = run_warm(launchers.commands("local", run.path, ranks, "cpu"), enter)
+    assert not any(codes), "\n".join(path.read_text()[-2000:] for path in run.path.glob("logs/*"))
+    return run
+
+
+TURN_SECONDS = 15.0
+
+
+def turns(steps: int, mbit: int) -> list[Run]:
+    """Islands over a link whose limit is switched on and off: how much of their speed they keep with it."""
+    with tempfile.TemporaryDirectory(prefix="islands-") as folder, Link() as link:
+        with Turns(link, mbit, TURN_SECONDS) as switched:
+            run = two_sites(Path(folder) / "run", [f"train.steps={steps}", *STREAMED], link)
+        kept, count = switched.speed_kept(map(json.loads, run.metrics.read_text().splitlines()))
+        print(f"2 bits every 4 steps: {kept} x the speed without a limit, {count} steps, {mbit} Mbit/s", flush=True)
+        return [measured(f"2 bits every 4 steps, {mbit} Mbit/s on and off", run)]
 
 
 def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
@@ -117,7 +135,11 @@ def measured(name: str, run: RunDir, link_bytes: int = 0) -> Run:
     if run.evaluations.is_file():
         held_out = float(json.loads(run.evaluations.read_text().splitlines()[-1])["loss"])
     found = Run(name, [record["loss"] for record in records], speed, link_bytes, held_out=held_out)
-    print(f"{name}: {speed:,.0f} tokens/s, final loss {found.final:.4f}, {link_bytes / 1e6:,.1f} MB sent", flush=True)
+    waited = (records[-1].get("exchange") or {}).get("waited_seconds", 0.0)
+    print(
+        f"{name}: {speed:,.0f} tokens/s, final loss {found.final:.4f}, {link_bytes / 1e6:,.1f} MB sent,"
+        f" {waited:.1f} s waited for exchanges", flush=True,
+    )  # fmt: skip
     return found
 
 
@@ -382,7 +404,7 @@ def plot(files: Sequence[Path], out: Path) -> None:
 def main() -> None:
     """One of the measurements, or the plot of several."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["link", "fresh", "slow", "unequal", "kills", "plot"])
+    parser.add_argument("what", choices=["link", "fresh", "turns", "slow", "unequal", "kills", "plot"])
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="or kills (default: %(default)s)")
     parser.add_argument("--warm", type=int, help="steps in one site before (default: 400 for link, 0 for fresh)")
@@ -398,6 +420,7 @@ def main() -> None:
     kinds: dict[str, Callable[[], list[Run]]] = {
         "link": lambda: link(args.steps, 400 if args.warm is None else args.warm),
         "fresh": lambda: fresh(args.steps, args.mbit, args.seed, args.warm or 0, args.only),
+        "turns": lambda: turns(args.steps, args.mbit),
         "slow": lambda: slow(args.steps),
         "unequal": lambda: unequal(args.steps),
         "kills": lambda: kills(args.steps),
