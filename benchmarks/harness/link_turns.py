@@ -1,4 +1,4 @@
-"""A link whose limit is switched on and off during one run: its speed with it over that without, in the same minutes."""
+"""A link whose limit is switched on and off during one run: its speed with and without, in the same minutes."""
 
 from __future__ import annotations
 
