@@ -56,11 +56,24 @@ def test_layers_and_gradients_are_computed_by_onednn_as_exactly_as_by_mkl(bias: 
 def test_small_products_and_other_types_stay_as_they_are() -> None:
     torch.manual_seed(0)
     small = torch.randn(8, 8)
-    wide = torch.randn(256, 256)
-    before = small @ small, wide.double() @ wide.double(), torch.addmm(wide, wide, wide, beta=0.5, alpha=2)
+    wide = torch.randn(256, 256).double()
+    before = small @ small, wide @ wide, torch.addmm(wide, wide, wide, beta=0.5, alpha=2)
     host_matmul.switch(on=True)
-    after = small @ small, wide.double() @ wide.double(), torch.addmm(wide, wide, wide, beta=0.5, alpha=2)
+    after = small @ small, wide @ wide, torch.addmm(wide, wide, wide, beta=0.5, alpha=2)
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("shape", [(ROWS, WIDE), (1, WIDE), (WIDE,)])
+def test_sums_with_scaled_products_are_computed_by_onednn_too(shape: tuple[int, ...]) -> None:
+    """As in Muon's iterations."""
+    torch.manual_seed(0)
+    bias, left, right = torch.randn(shape), torch.randn(ROWS, NARROW), torch.randn(NARROW, WIDE)
+    exact = 0.5 * bias.double() - 2 * (left.double() @ right.double())
+    host_matmul.switch(on=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        found = torch.addmm(bias, left, right, beta=0.5, alpha=-2)
+    assert "mkldnn::_linear_pointwise" in {event.key for event in seen.key_averages()}
+    assert (found - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
 def test_slices_take_no_longer_than_complete_matrices() -> None:

@@ -63,8 +63,10 @@ def _replaced() -> torch.library.Library:
     def addmm(
         keys: Any, bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
     ) -> torch.Tensor:
-        if bias.dim() == 1 and beta == alpha == 1 and bias.dtype is torch.float32 and _is_large(left, right):
-            return _product(left, right, bias.expand(right.shape[1]))
+        if bias.dtype is torch.float32 and _is_large(left, right):
+            if bias.dim() == 1 and beta == alpha == 1:
+                return _product(left, right, bias.expand(right.shape[1]))
+            return _product(left, right, None).mul_(alpha).add_(bias, alpha=beta)  # such as Muon's iterations
         found: torch.Tensor = plain_addmm.call_boxed(keys, bias, left, right, beta=beta, alpha=alpha)
         return found
 
