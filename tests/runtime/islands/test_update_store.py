@@ -234,7 +234,7 @@ def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> 
 
     encoding, whole = Encoding(8), Layout(2000, (("w", flat(0, 1999)),))  # with padding
     codec = ErrorFeedbackCodec(encoding, torch.zeros(1000))
-    contents = [codec.pack(torch.randn(1000)) for _ in range(2)]
+    contents = [codec.encoded(torch.randn(1000))[0] for _ in range(2)]
     for rank, content in enumerate(contents):
         assert member(0, 0).num_updates(0) == 0
         member(0, rank).put_layout(1, Layout(1000, (("w", flat(1000 * rank, min(1000 * rank + 1000, 1999))),)))
@@ -265,7 +265,7 @@ def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> 
 @pytest.mark.parametrize("encoding", [Encoding(), Encoding(8), Encoding(4), Encoding(2), Encoding(2, 0.05)])
 def test_damaged_changes_are_named(encoding: Encoding) -> None:
     codec = ErrorFeedbackCodec(encoding, torch.zeros(1000))
-    content = codec.pack(torch.randn(1000))
+    content = codec.encoded(torch.randn(1000))[0]
     assert codec.problem(content) == ""
     assert "bytes" in codec.problem(content[:-1])
     scale = content.numel() - (encoding.kept * 4 if encoding.density < 1 else 0)  # places come last

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from toolkit.checkpoints.element_runs import Overlap
 from toolkit.errors import LossNotFinite, RankFailed
 from toolkit.recipe.batch_sections import Outer
 from toolkit.run_dir.async_islands import ROUND_SAMPLES, RUN_SAMPLES, Membership
@@ -223,15 +224,15 @@ class AsyncIslandEngine:
         updates = self._accepted(arrived)
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         publishes = own is not None and weight > 0
-        shared = state.shared
+        shared = state.shared.clone() if updates or publishes else state.shared  # it may be on its way to an island
         for update in updates:
-            shared = shared - update.weight * self._change(update)
+            shared.sub_(self._change(update), alpha=update.weight)
             state.completed.add(update.round)
         for update in arrived:
             self._joined.add(update.island)
         if own is not None and publishes:
-            content = self._codec.pack(own)
-            shared = shared - weight * self._codec.unpack(content)
+            content, decoded = self._codec.encoded(own)
+            shared.sub_(decoded, alpha=weight)
             state.completed.add(self._round)
             piece = Piece(own.numel(), content)
             update = Update(self._island, self._serial(), self._round, weight, (piece,))
@@ -288,6 +289,10 @@ class AsyncIslandEngine:
 
     def _change(self, update: Update) -> torch.Tensor:
         """The numbers of this rank's part in an update."""
+        size = self._state.shared.numel()
+        for piece in update.pieces:
+            if piece.size == size and piece.overlaps == (Overlap(0, 0, size),):  # that rank holds the same numbers
+                return self._codec.encoding.unpack(piece.content, size)
         change = torch.zeros_like(self._state.shared)
         for piece in update.pieces:
             piece.copy_into(change, self._codec.encoding.unpack(piece.content, piece.size))

@@ -221,15 +221,15 @@ class ErrorFeedbackCodec:
             return f"it has {content.numel()} bytes; {required} are required"
         return "" if self.encoding.is_finite(content, size) else "it holds NaN or infinite numbers"
 
-    def pack(self, change: torch.Tensor) -> torch.Tensor:
-        """Encode a change as bytes; what rounding loses is kept for the next call."""
+    def encoded(self, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A change as bytes, the numbers that they stand for); what rounding loses is kept for the next call.
+
+        The sender applies the decoded numbers too, so that all islands stay equal.
+        """
         if self.encoding.bits == 32:
-            return self.encoding.pack(change)
+            return self.encoding.pack(change), change
         wanted = change + self.error
         packed = self.encoding.pack(wanted)
-        self.error.copy_(wanted - self.unpack(packed))
-        return packed
-
-    def unpack(self, content: torch.Tensor) -> torch.Tensor:
-        """Decode a change; the sender applies the decoded one too, so that all islands stay equal."""
-        return self.encoding.unpack(content, self._size)
+        decoded = self.encoding.unpack(packed, self._size)
+        torch.sub(wanted, decoded, out=self.error)
+        return packed, decoded
