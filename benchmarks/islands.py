@@ -225,7 +225,7 @@ def _fresh(begin: list[str], warm: int, steps: int, mbit: int, only: str) -> dic
         if re.fullmatch(only, name):
             found[name] = run(name)
 
-    few = 8 if mbit >= MBIT else 4
+    few = 8 if mbit >= MBIT else 2  # a step takes a minute over a link of 10 Mbit/s
     made("slow", lambda name: over_link(f"every step, {rate}", [*count(few), *SYNC], mbit=mbit))
     free = [*count(min(steps, FREE_STEPS)), *STREAMED]
     made("free", lambda name: over_link("2 bits every 4 steps, no limit", free, mbit=None))

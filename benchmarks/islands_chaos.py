@@ -1,10 +1,11 @@
 """Asynchronous islands under chaos: killed, stopped, cut off, asked to leave and joined at random, over a real mailbox.
 
-python -m benchmarks.islands_chaos [--steps 20000] [--period 40] [--seed 0] [--calm] [--than FILE] [--json FILE]
+python -m benchmarks.islands_chaos [--steps 11000] [--period 40] [--seed 0] [--calm] [--until 0.5] [--than FILE]
+    [--json FILE]
 
 Every island is a `toolkit train` of its own on a core of its own (a third one shares the first core), and reaches the
-mailbox through a proxy, which can be cut. `--calm`: two islands, undisturbed, for the loss to compare with; `--than`
-names what it has written with `--json`.
+mailbox through a proxy, which can be cut. `--calm`: two islands, undisturbed, for the losses to compare with; `--than`
+names what it has written with `--json`. Losses are compared in every twentieth of the steps that both have done.
 
 At the end: all steps done, none missing, no process left, and where the islands' time went (`seconds`, see
 `harness/island_time.py`). `useful_share` is the time in steps that count over all the time in which islands lived.
@@ -21,6 +22,7 @@ import random
 import selectors
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,11 @@ from toolkit.run_dir.layout import RunDir
 AWAY_SECONDS = 15.0
 """How long an island is stopped or cut off: longer than its lease."""
 MOST_ISLANDS = 3
-ROUND = 10
+LOOK_SECONDS = 10.0
+"""Between two looks at how far a run is that is to be stopped."""
+WINDOWS = 20
+"""Parts of a run whose mean losses are compared."""
+ROUND = 50
 """Steps of a round: some seconds."""
 RECIPE = (
     "data.seq_len=64", "train.global_batch=8", "train.lr=5e-4", "metrics.console=false", "metrics.detail_every=0",
@@ -202,7 +208,6 @@ class Chaos:
         by_site = [island_time.split(life, last, ROUND) for life in lives]
         seconds = sum(by_site, Counter())
         wanted, alive = 2 * self._steps, seconds.total()
-        tail = [record["loss"] for step, record in last.items() if step > 0.9 * wanted]
         return {
             "steps": len(last),
             "wanted": wanted,
@@ -212,12 +217,27 @@ class Chaos:
             "useful_share_at_large": seconds["training"] / (alive - seconds["disturbed"]),
             "seconds": {name: round(spent, 1) for name, spent in seconds.most_common()},
             "seconds_by_site": [{name: round(spent, 1) for name, spent in site.most_common()} for site in by_site],
-            "loss": sum(tail) / max(1, len(tail)),
+            "curve": self._curve(last),
             "left": self._left(),
             "codes": [site.process.returncode for site in self.sites],
             "events": [text for _, text in self.events],
             "minutes": (max(site.ended or 0.0 for site in self.sites) - self.sites[0].started) / 60,
         }
+
+    def _curve(self, counted: dict[int, Any]) -> list[float]:
+        """Mean loss in each twentieth of the steps, as far as it is complete."""
+        size = 2 * self._steps // WINDOWS
+        found = []
+        for number in range(WINDOWS):
+            steps = range(number * size + 1, (number + 1) * size + 1)
+            if not all(step in counted for step in steps):
+                break
+            found.append(statistics.mean(counted[step]["loss"] for step in steps))
+        return found
+
+    def has_done(self, share: float) -> bool:
+        """Whether so much of the steps is done."""
+        return sum(len(site.records()) for site in self.sites) >= share * 2 * self._steps
 
     def _left(self) -> int:
         """Processes of the run that still live, workers included; those of a killed command have 10 s to end."""
@@ -236,15 +256,24 @@ def _processes(folder: Path) -> int:
     return found
 
 
-def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
-    """A run of so many steps, with an event every `period` seconds until it is over."""
+def run(steps: int, period: float, seed: int, *, calm: bool, until: float = 1.0) -> dict[str, Any]:
+    """A run of so many steps, with an event every `period` seconds until it is over.
+
+    `until`: share of the steps after which it is stopped.
+    """
     with tempfile.TemporaryDirectory(prefix="islands-chaos-") as folder:
         chaos = Chaos(Path(folder), steps, seed)
         for number in range(2):
             chaos.start("--island", str(number))
-        after = time.monotonic() + 1.5 * period
+        after, look = time.monotonic() + 1.5 * period, time.monotonic()
         while chaos.living():
             time.sleep(0.5)
+            if until < 1 and time.monotonic() > look:
+                look += LOOK_SECONDS
+                if chaos.has_done(until):
+                    until = 1.0
+                    for site in chaos.living():
+                        site.process.send_signal(signal.SIGTERM)
             over = any(site.ended and site.process.returncode == 0 for site in chaos.sites)
             if not calm and not over and time.monotonic() > after:
                 chaos.disturb()
@@ -255,16 +284,18 @@ def run(steps: int, period: float, seed: int, *, calm: bool) -> dict[str, Any]:
 def main() -> None:
     """Run, and print what was counted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6000, help="of the recipe; islands share twice as many")
+    parser.add_argument("--steps", type=int, default=11000, help="of the recipe; islands share twice as many")
     parser.add_argument("--period", type=float, default=40.0, help="seconds between two events (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--calm", action="store_true", help="undisturbed")
+    parser.add_argument("--until", type=float, default=1.0, help="stop after this share of the steps")
     parser.add_argument("--than", type=Path, help="what an undisturbed run has written, to compare the loss with")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = run(args.steps, args.period, args.seed, calm=args.calm)
+    found = run(args.steps, args.period, args.seed, calm=args.calm, until=args.until)
     if args.than:
-        found["loss_gap"] = found["loss"] / json.loads(args.than.read_text())["loss"] - 1
+        pairs = list(zip(found["curve"], json.loads(args.than.read_text())["curve"], strict=False))
+        found["loss_gaps"] = [round(own / other - 1, 4) for own, other in pairs]
     print(json.dumps(found, indent=2))
     if args.json:
         args.json.write_text(json.dumps(found))

@@ -206,7 +206,7 @@ class AsyncIslandEngine:
     @torch.no_grad()
     def _finish_round(self) -> None:
         change = self._state.shared - self._masters.part()
-        if not bool(torch.isfinite(change).all()):
+        if not bool(torch.isfinite(change.sum())):
             raise LossNotFinite(f"island {self._island} has NaN or infinite weights; no update was published")
         self._rounds_done += 1
         self._merge(change)
@@ -338,7 +338,7 @@ class AsyncIslandEngine:
             snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared, joined.incarnation)
             self._transfer.send(partial(UpdateStore.put_snapshot, request=request, snapshot=snapshot))
         if self._is_first_rank:
-            self._store.write(f"seen/{self._island}", joined.seen)
+            self._transfer.send(partial(UpdateStore.report_seen, seen=list(joined.seen)))
         last = min(known, self._serial() - KEPT_UPDATES)
         if last > joined.dropped:
             self._transfer.send(partial(UpdateStore.drop, serials=range(joined.dropped, last)))

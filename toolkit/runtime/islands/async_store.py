@@ -171,6 +171,10 @@ class UpdateStore:
             pieces.append(Piece(layout.size, content, shared))
         return tuple(pieces)
 
+    def report_seen(self, seen: list[int]) -> None:
+        """Say which updates of every island this one has: nobody keeps them for it any longer."""
+        self.write(f"seen/{self._membership.island}", seen)
+
     def drop(self, serials: Iterable[int]) -> None:
         """Remove this rank's shards of own updates that all islands have."""
         for serial in serials:
