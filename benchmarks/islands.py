@@ -229,6 +229,8 @@ def _fresh(begin: list[str], warm: int, steps: int, mbit: int, only: str) -> dic
     made("slow", lambda name: over_link(f"every step, {rate}", [*count(few), *SYNC], mbit=mbit))
     free = [*count(min(steps, FREE_STEPS)), *STREAMED]
     made("free", lambda name: over_link("2 bits every 4 steps, no limit", free, mbit=None))
+    exact = [*count(steps), FEW_BITS, "train.outer={mode: overlap, fragments: auto}"]
+    made("32 bits", lambda name: over_link("32 bits every 4 steps, no limit", exact, mbit=None))
     made("sync", lambda name: in_one_process("every step", count(steps)))
     made("sync, Muon", lambda name: in_one_process("every step, Muon", [*count(steps), *MUON]))
     for name, axes in FRESH.items():
@@ -247,7 +249,9 @@ def _compared(found: dict[str, Run], name: str, few: int, steps: int) -> str:
         said += [f"{fewer:.0f} x fewer bytes per token"]
     if free := found.get("free"):
         said += [f"{run.tokens_per_second / free.tokens_per_second:.3f} x the speed of {free.name}"]
-    for against in ("sync", "sync, Muon"):
+    if exact := found.get("32 bits"):
+        said += [f"{exact.link_bytes / run.link_bytes:.1f} x fewer bytes than {exact.name}"]
+    for against in ("sync", "sync, Muon", "32 bits"):
         if other := found.get(against):
             said += [f"held-out loss {run.final / other.final - 1:+.2%} against {other.name}"]
     return ", ".join(said)

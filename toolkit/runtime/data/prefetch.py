@@ -37,8 +37,8 @@ Made = tuple[np.ndarray, list[MicroBatch]]
 def global_batch(samples: Samples, ids: np.ndarray, share: Share, step: int | None = None) -> list[MicroBatch]:
     """This replica's micro-batches of a global batch, in pinned memory if there is an accelerator.
 
-    Document bounds are found here, on the host, so that the engine never reads them from a device. `step`: the step
-    that trains on them, whose noise they get; None if none does.
+    Document bounds are found and tokens counted here, on the host, so that the engine neither reads them from a device
+    nor waits for them. `step`: the step that trains on them, whose noise they get; None if none does.
     """
     accelerator = get_accelerator()
     made = [
@@ -51,9 +51,11 @@ def global_batch(samples: Samples, ids: np.ndarray, share: Share, step: int | No
         salts = row_salts(share.noise_seed, step, own_share(ids, replica=share.replica, replicas=share.replicas))
         size = share.micro_batch
         made = [replace(micro, noise=salts[n * size : (n + 1) * size]) for n, micro in enumerate(made)]
-    if accelerator.device_name() == "cpu":
-        return made
-    return [micro.map(accelerator.pin_memory) for micro in made]
+    if accelerator.device_name() != "cpu":
+        made = [micro.map(accelerator.pin_memory) for micro in made]
+    for micro in made:
+        _ = micro.weighed  # kept by the micro-batch, for the engine
+    return made
 
 
 def prefetched(samples: Samples, order: SampleOrder, share: Share, steps: range) -> Iterator[Made]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -89,12 +90,12 @@ class MicroBatch:
         assert given is not None
         return given.shape
 
-    @property
+    @functools.cached_property
     def counted(self) -> int:
         """Number of tokens, or of samples with a class, that the loss counts."""
         return int((self.labels != IGNORE).sum())
 
-    @property
+    @functools.cached_property
     def weighed(self) -> int:
         """What the loss is averaged over: pairs, or else what it counts. Rows without any label are padding."""
         if self.pairs is None:
