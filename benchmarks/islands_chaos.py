@@ -3,7 +3,7 @@
 python -m benchmarks.islands_chaos [--steps 11000] [--period 40] [--seed 0] [--calm] [--until 0.5] [--than FILE]
     [--json FILE]
 
-Every island is a `toolkit train` of its own on a core of its own (a third one shares the first core), and reaches the
+Every island is a `toolkit train` of its own on a core of its own (a third one shares a core), and reaches the
 mailbox through a proxy, which can be cut. `--calm`: two islands, undisturbed, for the losses to compare with; `--than`
 names what it has written with `--json`. Losses are compared in every twentieth of the steps that both have done.
 
@@ -104,6 +104,7 @@ class Site:
     """One island: its command, its proxy and its run directory."""
 
     name: str
+    core: int
     proxy: Proxy
     process: subprocess.Popen[bytes]
     folder: Path
@@ -156,15 +157,16 @@ class Chaos:
         address = f"https://127.0.0.1:{proxy.port}"
         job = ["demo", "--nproc", "2", *argv, "--mailbox", address, *RECIPE, f"train.steps={self._steps}"]
         key = ["--mailbox-key", str(self._folder / "keys/islands.key")]
-        core = str(number % (os.cpu_count() or 1))
-        command = ["taskset", "-c", core, sys.executable, "-m", "toolkit", "train"]
+        used = Counter(site.core for site in self.living())
+        core = min(range(os.cpu_count() or 1), key=lambda one: (used[one], one))
+        command = ["taskset", "-c", str(core), sys.executable, "-m", "toolkit", "train"]
         command += [*(job if argv else ["--join", address]), *key]
         folder = self._folder / f"site-{number}"
         log = (self._folder / f"site-{number}.log").open("wb")
         process = subprocess.Popen(
             [*command, "--run-dir", str(folder)], stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-        self.sites.append(Site(f"site {number}", proxy, process, folder))
+        self.sites.append(Site(f"site {number}", core, proxy, process, folder))
         return self.sites[-1]
 
     def living(self) -> list[Site]:

@@ -41,6 +41,8 @@ from toolkit.runtime.models.micro_batch import MicroBatch
 POLL_SECONDS = 0.1
 KEPT_UPDATES = 4
 """Newest updates of an island that stay in the store, for an island that has just joined and is about to fetch them."""
+SERVE_STEPS = 5
+"""Steps between two looks, within a round, for islands that wait for a snapshot to join."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class AsyncIslandEngine:
         batch = mesh.plan.global_batch
         samples = {ROUND_SAMPLES: self._round_steps * batch, RUN_SAMPLES: total_steps * batch}
         self._state = AsyncIslandState(inner.state, self._masters, self._codec, samples)
+        self._room = torch.empty_like(self._state.shared)
+        """For the change of a round; kept, because the system takes as long to give new memory as the rest takes."""
         self._dropped: Counter[int] = Counter()
         """Island → its updates that were not applied because a check failed."""
         self._staleness = 0
@@ -126,6 +130,8 @@ class AsyncIslandEngine:
         if done % self._round_steps == 0 or done == self._total_steps:
             with part(self._clock, "grad_sync"):
                 self._finish_round()
+        elif self._is_open and done % SERVE_STEPS == 0:
+            self._send_snapshots(self._agree(self._requests))
         return replace(result, exchange=self._figures())
 
     @torch.no_grad()
@@ -205,7 +211,7 @@ class AsyncIslandEngine:
 
     @torch.no_grad()
     def _finish_round(self) -> None:
-        change = self._state.shared - self._masters.part()
+        change = self._masters.change_since(self._state.shared, self._room)
         if not bool(torch.isfinite(change.sum())):
             raise LossNotFinite(f"island {self._island} has NaN or infinite weights; no update was published")
         self._rounds_done += 1
@@ -224,15 +230,14 @@ class AsyncIslandEngine:
         updates = self._accepted(arrived)
         weight, known, requests = self._agree(lambda: self._answers(updates, publishes=own is not None))
         publishes = own is not None and weight > 0
-        shared = state.shared.clone() if updates or publishes else state.shared  # it may be on its way to an island
         for update in updates:
-            shared.sub_(self._change(update), alpha=update.weight)
+            state.shared.sub_(self._change(update), alpha=update.weight)
             state.completed.add(update.round)
         for update in arrived:
             self._joined.add(update.island)
         if own is not None and publishes:
             content, decoded = self._codec.encoded(own)
-            shared.sub_(decoded, alpha=weight)
+            state.shared.sub_(decoded, alpha=weight)
             state.completed.add(self._round)
             piece = Piece(own.numel(), content)
             update = Update(self._island, self._serial(), self._round, weight, (piece,))
@@ -242,8 +247,7 @@ class AsyncIslandEngine:
             self._joined.sent += 1
             self._joined.add(self._island)
         if own is not None or updates:
-            state.shared = shared
-            self._masters.write(shared)
+            self._masters.write(state.shared)
         self._serve_others(known, requests)
 
     def _early_rounds(self) -> tuple[int, int]:
@@ -292,7 +296,7 @@ class AsyncIslandEngine:
         size = self._state.shared.numel()
         for piece in update.pieces:
             if piece.size == size and piece.overlaps == (Overlap(0, 0, size),):  # that rank holds the same numbers
-                return self._codec.encoding.unpack(piece.content, size)
+                return self._codec.decoded(piece.content)
         change = torch.zeros_like(self._state.shared)
         for piece in update.pieces:
             piece.copy_into(change, self._codec.encoding.unpack(piece.content, piece.size))
@@ -322,27 +326,38 @@ class AsyncIslandEngine:
             print(f"round {self._round} is lost: another island did it, too", flush=True)
         rows = [store.read(f"seen/{island}") for island in everyone if self._transfer.needs_updates(island)]
         known = min([(row[own : own + 1] or [0])[0] for row in rows if row is not None], default=self._serial())
-        wanted = store.number("want/count")
-        requests = [
+        return 0.0 if is_lost else 1 / (1 + behind), known, self._requests()
+
+    def _requests(self) -> list[int]:
+        """Requests of joining islands for a snapshot that this island serves. Called on the first rank."""
+        joined, wanted = self._joined, self._transfer.num_requests
+        found = [
             i
-            for i in range(self._joined.answered, wanted)
-            if store.read(f"want/{i}", own) != own and store.first(f"served/{i}")
+            for i in range(joined.answered, wanted)
+            # The name is written just after the request is counted: without one it is somebody else's.
+            if self._store.read(f"want/{i}") != self._island and self._store.first(f"served/{i}")
         ]
-        self._joined.answered = wanted
-        return 0.0 if is_lost else 1 / (1 + behind), known, requests
+        joined.answered = max(joined.answered, wanted)
+        return found
 
     def _serve_others(self, known: int, requests: list[int]) -> None:
         """Send requested snapshots, report which updates this island has, drop its updates that all others have."""
-        state, joined = self._state, self._joined
-        for request in requests:
-            snapshot = Snapshot(list(joined.seen), state.completed.counters(), state.shared, joined.incarnation)
-            self._transfer.send(partial(UpdateStore.put_snapshot, request=request, snapshot=snapshot))
+        joined = self._joined
+        self._send_snapshots(requests)
         if self._is_first_rank:
             self._transfer.send(partial(UpdateStore.report_seen, seen=list(joined.seen)))
         last = min(known, self._serial() - KEPT_UPDATES)
         if last > joined.dropped:
             self._transfer.send(partial(UpdateStore.drop, serials=range(joined.dropped, last)))
             joined.dropped = last
+
+    def _send_snapshots(self, requests: list[int]) -> None:
+        """Send the shared weights, as the last round has left them, to islands that join."""
+        state, joined = self._state, self._joined
+        for request in requests:
+            weights = state.shared.clone()  # the next round changes them while they are on their way
+            snapshot = Snapshot(list(joined.seen), state.completed.counters(), weights, joined.incarnation)
+            self._transfer.send(partial(UpdateStore.put_snapshot, request=request, snapshot=snapshot))
 
     def _smallest(self, counts: list[int]) -> list[int]:
         """The smallest of each count over the ranks of the island. Collective over the island."""

@@ -44,6 +44,8 @@ class BackgroundTransfer:
         self._failure: Exception | None = None
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Newest heartbeat of each kind and island, and when it was first seen."""
+        self.num_requests = 0
+        """Snapshots that joining islands have requested, as last seen. Only the island's first rank knows."""
         self._kind = JOINING
         self._beaten = time.monotonic()
         self.was_away = False
@@ -194,6 +196,7 @@ class BackgroundTransfer:
             store.send_beat(time.time_ns(), self._kind)
             before, self._beaten = self._beaten, time.monotonic()
             self.was_away |= self._beaten - before > DEAD_SECONDS
+            self.num_requests = store.number("want/count")
             for key in itertools.product((BEAT, JOINING), range(store.num_islands())):
                 beat = store.beat(key[1], key[0])
                 if self._beats.get(key, (None, 0.0))[0] != beat:

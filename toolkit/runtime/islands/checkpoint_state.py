@@ -76,7 +76,7 @@ class AsyncIslandState:
         """`samples`: how many a round and the run have, as counters."""
         self._inner, self._masters, self._codec, self._samples = inner, masters, codec, samples
         self.shared = masters.part()
-        """This rank's part of the shared weights, in host memory; replaced, never changed in place."""
+        """This rank's part of the shared weights, in host memory; changed in place at the end of a round."""
         self.layout = masters.layout()
         """Where its elements are in the parameters."""
         self.completed = CompletedRounds()

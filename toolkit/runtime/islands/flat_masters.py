@@ -91,6 +91,18 @@ class FlatMasters:
         padded = torch.nn.functional.pad(whole, (0, width * self._mesh.plan.dp - whole.numel()))
         return padded[self._mesh.data * width : (self._mesh.data + 1) * width][where].cpu().clone()
 
+    def change_since(self, origin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`origin` minus this rank's part, written to `out`."""
+        if self._shares:
+            return torch.sub(origin, self.part(), out=out)
+        begin = 0
+        for fragment in self._weights():
+            end = begin + fragment.tensor.numel()
+            own = fragment.tensor.detach().flatten().to(origin.device)
+            torch.sub(origin[begin:end], own, out=out[begin:end])
+            begin = end
+        return out
+
     def write(self, part: torch.Tensor, where: slice = EVERYTHING) -> None:
         """Overwrite the masters with the parts of all ranks of the island, or a range of each. Collective over it."""
         begin, pieces = where.start or 0, [part]

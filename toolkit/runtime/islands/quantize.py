@@ -78,13 +78,13 @@ class Encoding:
         fours = numbers.to(torch.int32)
         return ((fours | fours << 6 | fours << 12 | fours << 18) & 0x03030303).view(torch.uint8)
 
-    def unpack(self, packed: torch.Tensor, size: int) -> torch.Tensor:
-        """Decode `size` numbers to fp32."""
+    def unpack(self, packed: torch.Tensor, size: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Decode `size` numbers to fp32, in `room` if it is given: whole blocks of them."""
         if self.bits == 32:
             return packed.view(torch.float32)
         blocks = -(-size // BLOCK)
         numbers, scales, places = self._split(packed, blocks)
-        found = torch.empty(blocks, BLOCK)
+        found = torch.empty(blocks, BLOCK) if room is None else room.view(blocks, BLOCK)
         for part in _parts(blocks):
             rows = self._decoded(numbers[part], scales[part])
             if self.kept < BLOCK:
@@ -212,6 +212,8 @@ class ErrorFeedbackCodec:
         self.encoding, self._size = encoding, like.numel()
         self.error = torch.zeros(self._size if encoding.bits < 32 else 0)
         """What rounding has lost so far and is still to be sent."""
+        # Kept, because the system takes as long to give new memory as decoding takes.
+        self._room = torch.empty(-(-self.error.numel() // BLOCK) * BLOCK)
 
     def problem(self, content: torch.Tensor, size: int | None = None) -> str:
         """Why an encoded change of somebody else must not be applied; empty if it may. `size`: its numbers."""
@@ -224,12 +226,16 @@ class ErrorFeedbackCodec:
     def encoded(self, change: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(A change as bytes, the numbers that they stand for); what rounding loses is kept for the next call.
 
-        The sender applies the decoded numbers too, so that all islands stay equal.
+        The numbers are valid until the next call. The sender applies them too, so that all islands stay equal.
         """
         if self.encoding.bits == 32:
-            return self.encoding.pack(change), change
-        wanted = change + self.error
-        packed = self.encoding.pack(wanted)
-        decoded = self.encoding.unpack(packed, self._size)
-        torch.sub(wanted, decoded, out=self.error)
+            return self.encoding.pack(change.clone()), change
+        self.error.add_(change)
+        packed = self.encoding.pack(self.error)
+        decoded = self.decoded(packed)
+        self.error.sub_(decoded)
         return packed, decoded
+
+    def decoded(self, content: torch.Tensor) -> torch.Tensor:
+        """The numbers that an encoded change of this part stands for: valid until the next call."""
+        return self.encoding.unpack(content, self._size, self._room)
