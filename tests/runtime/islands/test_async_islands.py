@@ -158,6 +158,20 @@ def test_an_island_that_is_killed_comes_back(together: Together) -> None:
     done.assert_agreed()
 
 
+def test_an_island_that_joins_waits_for_no_round(together: Together) -> None:
+    """The other one sends it the weights in the middle of a round, which takes 6 s."""
+
+    def start(command: Command) -> WarmProcess:
+        return WarmProcess.start(command, Lagging(0.25, island=0))
+
+    overrides = ("strategy.local_steps=24", "checkpoint.every=24")
+    done = together(*overrides, disturb=after(1, 2, send(signal.SIGKILL)), enter=start, restarts=1)
+    assert done.code == 0, done.said
+    done.assert_whole()
+    slow, back = ([record["time"] for record in done.records if record["island"] == island] for island in (0, 1))
+    assert max(back) < max(slow)
+
+
 def lose_rounds(place: MeetingPlace) -> None:
     """What islands leave that are killed while they claim a round, and while they ask others to do one again."""
     store = UpdateStore(Membership(place.address, place.key_file, 1, 2), 0, 1)
