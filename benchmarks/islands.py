@@ -4,7 +4,6 @@ python -m benchmarks.islands link [--steps 200] [--warm 400] [--json FILE]    # 
 python -m benchmarks.islands fresh [--steps 600] [--warm 0] [--mbit 50] [--seed 0] [--only REGEX] [--json FILE]
 python -m benchmarks.islands turns [--steps 300] [--mbit 50]     # speed with a slow link over that with a fast one
 python -m benchmarks.islands slow|unequal|kills [--steps N] [--json FILE]
-python -m benchmarks.islands plot FILE... --out PNG                       # curves of what `--json` has kept
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.harness import browser
 from benchmarks.harness.link_turns import Turns, set_limit
 from benchmarks.harness.slow_link import Link, address, move_into
 from benchmarks.harness.unequal_islands import in_turns, slow_down
@@ -378,50 +376,17 @@ def kills(count: int) -> list[Run]:
     return []
 
 
-def plot(files: Sequence[Path], out: Path) -> None:
-    """Loss over samples, a curve a run."""
-    import plotly.graph_objects as go
-
-    figure = go.Figure()
-    for path in files:
-        for run in json.loads(path.read_text()):
-            if len(run["losses"]) < 20:
-                continue
-            smooth = [statistics.mean(run["losses"][max(0, i - 9) : i + 1]) for i in range(len(run["losses"]))]
-            share = [100 * (i + 1) / len(smooth) for i in range(len(smooth))]
-            label = f"{run['name']} ({run['tokens_per_second']:,.0f} tokens/s)"
-            figure.add_scatter(x=share, y=smooth, mode="lines", name=label)
-    figure.update_layout(
-        xaxis_title="training tokens used, %", yaxis_title="loss (mean of 10 steps)", template="plotly_white",
-        width=900, height=480, legend={"x": 0.35, "y": 0.98}, margin={"l": 60, "r": 20, "t": 20, "b": 50},
-    )  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "plot.html"
-        figure.write_html(page, include_plotlyjs=True)
-        command = [
-            browser.find(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-            "--window-size=920,500", "--virtual-time-budget=4000", f"--screenshot={out.resolve()}",
-            f"--user-data-dir={folder}/profile", page.as_uri(),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True, timeout=120)
-
-
 def main() -> None:
-    """One of the measurements, or the plot of several."""
+    """One of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["link", "fresh", "turns", "slow", "unequal", "kills", "plot"])
-    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("what", choices=["link", "fresh", "turns", "slow", "unequal", "kills"])
     parser.add_argument("--steps", type=int, default=200, help="or kills (default: %(default)s)")
     parser.add_argument("--warm", type=int, help="steps in one site before (default: 400 for link, 0 for fresh)")
     parser.add_argument("--only", default=".*", help="fresh: which runs (slow, free, sync, ...; default: all)")
     parser.add_argument("--mbit", type=int, default=MBIT, help="fresh: speed of the link (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="fresh: seed of weights and data")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("islands.png"))
     args = parser.parse_args()
-    if args.what == "plot":
-        plot(args.files, args.out)
-        return
     kinds: dict[str, Callable[[], list[Run]]] = {
         "link": lambda: link(args.steps, 400 if args.warm is None else args.warm),
         "fresh": lambda: fresh(args.steps, args.mbit, args.seed, args.warm or 0, args.only),

@@ -1,6 +1,9 @@
-"""Our training loop with metrics on, against a bare DeepSpeed loop: same engine, same batches, a step of each in turn.
+"""Our training loop with metrics on, against bare DeepSpeed loops: same engine, same batches, a step of each in turn.
 
 python -m benchmarks.loop [--stage 2] [--seconds 80]
+
+One bare loop knows the loss of its own rank only. The other one sums counted tokens and losses over ranks, as a loop
+must whose loss and gradients are those of one process.
 """
 
 from __future__ import annotations
@@ -8,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed
 
 from benchmarks.observed import DETAIL_EVERY, PROCESSES, Observed, first_decides, measured_on_ranks, observed
 from benchmarks.paired import ratio
@@ -22,7 +28,7 @@ from toolkit.runtime.data.prefetch import Share
 from toolkit.runtime.data.sample_order import SampleOrder
 from toolkit.runtime.loop import Loop, Position
 from toolkit.runtime.models.loss import summed_loss
-from toolkit.runtime.models.micro_batch import MicroBatch
+from toolkit.runtime.models.micro_batch import IGNORE, MicroBatch
 
 STEPS_AT_A_TIME = 2 * DETAIL_EVERY
 """Of our loop, before it asks whether the time is up."""
@@ -53,10 +59,13 @@ class Made:
 
 Pairs = list[tuple[float, float]]
 """Seconds of blocks of steps, bare and ours."""
+KINDS = {"bare loop": False, "bare loop with the same sums over ranks": True}
+"""Name → whether it sums tokens and losses over ranks."""
+TIMES = ("tokens per second", "tokens per processor second of the training thread")
 
 
-def measure(stage: int, seconds: float, directory: str) -> tuple[Pairs, Pairs]:
-    """As one rank: every pair of blocks, by the clock on the wall and by the processor time of the training thread."""
+def measure(stage: int, seconds: float, directory: str) -> dict[tuple[str, str], Pairs]:
+    """As one rank: every pair of blocks, by the kind of bare loop and the kind of time."""
     run = observed(stage, Path(directory), accumulate=1)
     samples = Made(run.batch, run.plan.micro_batch)
     position = Position(0, SampleOrder(samples=len(samples), global_batch=run.plan.global_batch, seed=0))
@@ -71,7 +80,7 @@ def measure(stage: int, seconds: float, directory: str) -> tuple[Pairs, Pairs]:
         hooks=[between],
     ).run()
     run.finish()
-    return blocks(between.wall), blocks(between.processor)
+    return {name: blocks(pairs) for name, pairs in between.pairs.items()}
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,11 @@ class UntilTimeIsUp:
 
 @dataclass
 class BareBetween:
-    """A hook that takes one bare step after each of ours: who shares the machine slows down both alike."""
+    """A hook that takes one step of each bare loop after each of ours: who shares the machine slows down all alike."""
 
     run: Observed
     samples: Made
-    wall: Pairs = field(default_factory=list)
-    processor: Pairs = field(default_factory=list)
+    pairs: dict[tuple[str, str], Pairs] = field(default_factory=lambda: defaultdict(list))
     _began: tuple[float, float] = field(default_factory=lambda: now())
 
     def needs_state(self, step: int) -> bool:
@@ -105,15 +113,15 @@ class BareBetween:
         return True
 
     def after(self, step: FinishedStep) -> None:
-        """Note how long our step took, take a bare one, and note that."""
-        ended = now()
+        """Note how long our step took, take the bare ones, and note those."""
+        own = [end - begin for begin, end in zip(self._began, now(), strict=True)]
         self.run.turn(on=False)
-        began = now()
-        bare(self.run, self.samples.batch(np.array([step.number])))
-        for pairs, start, end, own, done in zip(
-            (self.wall, self.processor), began, now(), self._began, ended, strict=True
-        ):
-            pairs.append((end - start, done - own))
+        names = list(KINDS) if step.number % 2 else list(KINDS)[::-1]
+        for name in names:
+            began = now()
+            bare(self.run, self.samples.batch(np.array([step.number])), sums=KINDS[name])
+            for kind, begin, end, ours in zip(TIMES, began, now(), own, strict=True):
+                self.pairs[name, kind].append((end - begin, ours))
         self.run.turn(on=True)
         self._began = now()
 
@@ -129,13 +137,20 @@ def blocks(pairs: Pairs) -> Pairs:
     return [(sum(a for a, _ in part), sum(b for _, b in part)) for s in starts if (part := pairs[s : s + DETAIL_EVERY])]
 
 
-def bare(run: Observed, micro: MicroBatch) -> None:
-    """A step as anybody would write it."""
+def bare(run: Observed, micro: MicroBatch, *, sums: bool) -> None:
+    """A step as anybody would write it. `sums`: of tokens and losses over ranks."""
     engine = run.engine._engine
     with plain_head(engine.module):
-        loss = summed_loss(engine(**micro.inputs()).logits, micro.labels) / micro.labels.numel()
-        engine.backward(loss)
+        tokens = (micro.labels != IGNORE).sum() if sums else torch.tensor(micro.labels.numel() * PROCESSES)
+        if sums:
+            torch.distributed.all_reduce(tokens)
+        loss = summed_loss(engine(**micro.inputs()).logits, micro.labels)
+        engine.backward(loss * PROCESSES / tokens)
         engine.step()
+        if sums:
+            total = loss.detach()
+            torch.distributed.all_reduce(total)
+            float(total / tokens)
 
 
 @contextlib.contextmanager
@@ -152,11 +167,9 @@ def plain_head(model: Any) -> Iterator[None]:
 def main() -> None:
     """Print the ratio of tokens per second."""
     results: list[Any] = measured_on_ranks(measure, (__doc__ or "").partition("\n")[0])
-    for name, pairs in zip(
-        ("tokens per second", "tokens per processor second of the training thread"), results[0], strict=True
-    ):
+    for (name, kind), pairs in results[0].items():
         found = ratio(pairs)
-        print(f"{name}, our loop / bare loop: {found}")
+        print(f"{kind}, our loop / {name}: {found}")
         print(json.dumps(asdict(found)))
 
 

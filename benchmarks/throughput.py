@@ -68,9 +68,9 @@ def main() -> None:
         rates = compete(starts, args.rounds, args.seconds)
     for name, found in rates.items():
         print(f"{name}: {statistics.median(found):,.0f} useful tokens/s")
-    for own_name, name in ((mine, peer) for mine in OWN for peer in PEERS):
-        if own_name in rates and name in rates:
-            print(f"{own_name} / {name}: {ratio_of(rates, own_name, name)}")
+    for first, name in ((mine, peer) for mine in (*OWN, "bound") for peer in PEERS if peer != mine):
+        if first in rates and name in rates:
+            print(f"{first} / {name}: {ratio_of(rates, first, name)}")
 
 
 def prepare(work: Path, seq_len: int, median: int, model: Mapping[str, Any] | None = None, zero_stage: int = 1) -> None:

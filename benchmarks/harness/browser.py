@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -30,3 +31,16 @@ def dom(page: str, script: str, folder: Path) -> str:
     result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert "data-error" not in result.stdout.split(">", 2)[1], result.stdout[:300]
     return result.stdout
+
+
+def screenshot(page: str, out: Path, size: tuple[int, int]) -> None:
+    """A picture of a page."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "page.html"
+        path.write_text(page)
+        command = [
+            find(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=4000", f"--screenshot={out.resolve()}",
+            f"--user-data-dir={folder}/profile", path.as_uri(),
+        ]  # fmt: skip
+        subprocess.run(command, check=True, capture_output=True, timeout=120)
