@@ -181,6 +181,7 @@ MUON = ("train.optimizer=muon", "train.lr=1e-3")
 STREAMED = (FEW_BITS, "train.outer={bits: 2, mode: overlap, fragments: auto}")
 FRESH = {
     "2 bits every 4 steps": STREAMED,
+    "2 bits every 6 steps": (FEW_BITS.replace("4,", "6,"), STREAMED[1]),
     # Under ZeRO 1 the ranks of an island share the work on matrices; without ZeRO each does all of it.
     "2 bits every 4 steps, Muon": (FEW_BITS.replace("stage: 0", "stage: 1"), STREAMED[1], *MUON),
     "auto": (
