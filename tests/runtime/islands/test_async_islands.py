@@ -150,7 +150,7 @@ def test_all_steps_are_done_once_and_islands_agree(together: Together, nproc: in
 
 def test_an_island_that_is_killed_comes_back(together: Together) -> None:
     killed = after(1, 8, send(signal.SIGKILL))
-    done = together("train.outer.bits=8", restarts=1, disturb=killed)
+    done = together("train.outer.bits=8", restarts=1, disturb=killed, enter=lagging(0.1))
     assert done.code == 0, done.said
     assert "island 1 is restarted" in done.said
     assert "SIGKILL" in done.said
@@ -180,7 +180,7 @@ def lose_rounds(place: MeetingPlace) -> None:
 
 
 def test_what_an_island_leaves_behind_others_do(together: Together) -> None:
-    done = together(disturb=after(1, 8, send(signal.SIGKILL)), meet=lose_rounds)
+    done = together(disturb=after(1, 8, send(signal.SIGKILL)), meet=lose_rounds, enter=lagging(0.1))
     assert done.code == 0, done.said
     assert "island 1 has left; the other islands continue" in done.said
     done.assert_whole()
@@ -218,6 +218,15 @@ class Lagging:
         enter_worker(argv, env)
 
 
+def lagging(seconds: float) -> Callable[[Command], WarmProcess]:
+    """Starts islands that are all slow: no other one has done everything before something happens to one of them."""
+
+    def start(command: Command) -> WarmProcess:
+        return WarmProcess.start(command, Lagging(seconds, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+
+    return start
+
+
 def stopped_until_the_others_are_done(island: RunDir) -> None:
     """Stop the second island in the middle of a round until the first one has done that round, too."""
     send(signal.SIGSTOP)(island)
@@ -243,10 +252,7 @@ class Forgetful(Lagging):
 def test_an_island_that_was_away_loses_its_round_only(together: Together) -> None:
     """Others redid its round, and have kept all of their updates for it: it need not start again."""
 
-    def start(command: Command) -> WarmProcess:  # slow, so that it is stopped in the middle of a round
-        return WarmProcess.start(command, Lagging(0.2, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
-
-    done = together(disturb=after(1, 2, stopped_until_the_others_are_done), enter=start)
+    done = together(disturb=after(1, 2, stopped_until_the_others_are_done), enter=lagging(0.2))
     assert done.code == 0, done.said
     assert "has left" not in done.said
     assert "is lost: another island did it" in done.run.island(1).log(0).read_text()
@@ -386,10 +392,7 @@ def test_bad_updates_change_nothing(together: Together, tmp_path: Path) -> None:
 
 
 def test_an_island_that_is_asked_to_leave_hands_its_round_back(together: Together) -> None:
-    def start(command: Command) -> WarmProcess:  # slow, so that the request comes in the middle of a round
-        return WarmProcess.start(command, Lagging(0.1, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
-
-    done = together(disturb=after(1, 8, send(signal.SIGTERM)), enter=start)
+    done = together(disturb=after(1, 8, send(signal.SIGTERM)), enter=lagging(0.1))
     assert done.code == 0, done.said
     assert "is handed back" in done.run.island(1).log(0).read_text()
     done.assert_whole()
