@@ -44,6 +44,8 @@ def write_island(run: RunDir, number: int, *, alone: bool = False) -> RunDir:
     return own
 
 
+EXTRA = "extra"
+"""Counter in the update store: islands that have joined beyond those of the plan."""
 LONGEST_NAME = 80
 """Characters of a run's name that the names of its islands begin with."""
 

@@ -21,7 +21,7 @@ from toolkit.launching.stop_signals import StopRequest, forwarded
 from toolkit.recipe.file import dump_recipe, make_recipe
 from toolkit.recipe.sections import Recipe
 from toolkit.recipe.yaml_file import parse_yaml
-from toolkit.run_dir.async_islands import Membership, furthest, gather, write_island
+from toolkit.run_dir.async_islands import EXTRA, Membership, furthest, gather, write_island
 from toolkit.run_dir.layout import RunDir
 from toolkit.sessions.resolve import Resolved
 
@@ -139,7 +139,6 @@ def join_job(options: IslandOptions, overrides: Sequence[str], ranks: int | None
     Code that the recipe names (`metrics.sinks`, `model.trust_remote_code`) was typed on another host: it runs here only
     if it is typed here, too.
     """
-    from toolkit.runtime.islands.async_store import EXTRA
     from toolkit.runtime.islands.signed_store import SignedStore
     from toolkit.runtime.islands.store_access import read_key
     from toolkit.runtime.islands.transports import open_transport

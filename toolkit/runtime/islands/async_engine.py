@@ -316,7 +316,7 @@ class AsyncIslandEngine:
         """
         store, own = self._store, self._island
         everyone = [i for i in range(self._transfer.num_islands) if i != own]
-        others = [i for i in everyone if self._transfer.alive(i)]
+        others = [i for i in everyone if self._transfer.is_awaited(i)]
         behind = sum(update.island != own for update in updates)
         if self._rounds_done <= 1 or self._limits.in_turns:
             behind = max(behind, len(others))  # the others' updates of the first round, or of this turn, come later

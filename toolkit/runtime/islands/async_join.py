@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,11 +88,6 @@ def join(
         return Joined(incarnation, [0] * len(seen) if decision == "fresh" else seen, published, dropped=published)
 
 
-def next_round(store: UpdateStore, plus: int = 0) -> int:
-    """Claim `plus` rounds and return the number of the first that nobody has claimed."""
-    return int(store.read("first_round", 0)) + store.number("next", plus)
-
-
 def ask_to_redo(store: UpdateStore, number: int) -> None:
     """Let any island do a round again."""
     store.write(f"redo/{store.number('redo/count', 1) - 1}", number)
@@ -150,7 +146,10 @@ class JoinProtocol:
         store = self._store
         if not store.first(f"founding/{epoch}"):
             return "wait"
-        end = next_round(store) if epoch else max(self._completed.beyond, default=self._completed.below - 1) + 1
+        if epoch:
+            end = int(store.read("first_round", 0)) + store.number("next")
+        else:
+            end = max(self._completed.beyond, default=self._completed.below - 1) + 1
         for number in self._completed.missing(end):
             ask_to_redo(store, number)
         if not epoch:
@@ -216,6 +215,8 @@ class Claims:
         """Islands that the first turn waits for."""
         self._bases: dict[int, int] = {}
         """Island → updates that were published when it last began a round, as last read: the number only grows."""
+        self._redone = 0
+        """Requests to do a round again that have been taken, as last read: the number only grows."""
         self._lost: tuple[set[int], float] = (set(), 0.0)
         """Rounds that are missing although nobody works on one, and since when they are."""
 
@@ -233,11 +234,11 @@ class Claims:
             return int(unfinished)  # an earlier incarnation of this island had claimed it
         if self._limits.in_turns and (self._is_ahead() or not self._all_have_come()):
             return "wait"
-        if store.number("redo/taken") < store.number("redo/count"):
+        if self._has_requests():
             number = self._redo(store.number("redo/taken", 1) - 1)
             number = number if number >= 0 and self._take_over(number) else -1
         else:
-            number = next_round(store, 1) - 1
+            number = self._next(1) - 1
         if number >= self._limits.num_rounds:
             number = next((orphan for orphan in self._orphans() if self._take_over(orphan)), -1)
         if number < 0:
@@ -262,7 +263,7 @@ class Claims:
 
     def too_early(self) -> range:
         """Rounds whose updates must wait: of the turn in which this island may still begin a round, and later ones."""
-        found = self._held if self._held is not None else next_round(self._store)
+        found = self._held if self._held is not None else self._next()
         end = self._limits.num_rounds
         return range(end, end) if found >= end else range(found - found % self._transfer.num_islands, end)
 
@@ -282,7 +283,7 @@ class Claims:
     def _is_ahead(self) -> bool:
         """Whether the next round is one of the turn in which this island has done its own, and others can do it."""
         islands = self._transfer.num_islands
-        if self._latest < 0 or next_round(self._store) // islands != self._latest // islands:
+        if self._latest < 0 or self._next() // islands != self._latest // islands:
             return False
         return any(self._transfer.alive(island) for island in range(islands) if island != self._own)
 
@@ -299,6 +300,22 @@ class Claims:
         self._store.write(f"taker/{number}", [NOBODY, *self._self])
         ask_to_redo(self._store, number)
         self._store.write(f"open/{self._own}", None)
+
+    @functools.cached_property
+    def _first(self) -> int:
+        """The first round of the run, which does not change once an island has joined."""
+        return int(self._store.read("first_round", 0))
+
+    def _next(self, plus: int = 0) -> int:
+        """Claim `plus` rounds and return the number of the first that nobody has claimed."""
+        return self._first + self._store.number("next", plus)
+
+    def _has_requests(self) -> bool:
+        """Whether there may be a round to do again."""
+        count = self._store.number("redo/count")
+        if self._redone < count:
+            self._redone = self._store.number("redo/taken")
+        return self._redone < count
 
     def _redo(self, index: int) -> int:
         """The round of a request to do one again; -1 if its island was killed before it wrote the number.
@@ -349,7 +366,7 @@ class Claims:
         if self._limits.in_turns:
             return False
         others = (island for island in range(self._transfer.num_islands) if island != self._own)
-        return any(self._transfer.alive(island) and self._lags(island) for island in others)
+        return any(self._transfer.is_awaited(island) and self._lags(island) for island in others)
 
     def _lags(self, island: int) -> bool:
         """Whether others must wait for an island. The store is asked only if what is known of it leaves that open."""

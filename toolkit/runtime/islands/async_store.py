@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from toolkit.checkpoints.element_runs import Overlap
-from toolkit.run_dir.async_islands import Membership
+from toolkit.run_dir.async_islands import EXTRA, Membership
 from toolkit.runtime.islands.flat_masters import Layout
 from toolkit.runtime.islands.quantize import Encoding
 from toolkit.runtime.islands.signed_store import SignedStore
@@ -27,8 +27,6 @@ from toolkit.runtime.islands.transports import open_transport
 
 BEAT, JOINING = "beat", "joining"
 """Kinds of heartbeats: of islands that train, and of those that wait to."""
-EXTRA = "extra"
-"""Counter of islands that have joined beyond those of the plan."""
 PIECE_BYTES = 4 << 20
 """Larger values are split, so that a slow link never carries a request of minutes."""
 

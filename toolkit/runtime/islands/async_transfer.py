@@ -22,6 +22,8 @@ FLUSH_SECONDS = 5.0
 """Time for the last update of an island that was asked to stop."""
 DEAD_SECONDS = 10.0
 """An island without a heartbeat for this long has left; it may join again."""
+FIRST_BEATS_SECONDS = 3 * BEAT_SECONDS
+"""Time for the first heartbeats that an island sees of another one."""
 KEEP_SECONDS = 60.0
 """Updates are kept for an island without a heartbeat for this long: one that was stopped or cut off can catch up."""
 
@@ -44,6 +46,8 @@ class BackgroundTransfer:
         self._failure: Exception | None = None
         self._beats: dict[tuple[str, int], tuple[int, float]] = {}
         """Newest heartbeat of each kind and island, and when it was first seen."""
+        self._moving: set[int] = set()
+        """Islands whose heartbeat has moved while this one has watched."""
         self.num_requests = 0
         """Snapshots that joining islands have requested, as last seen. Only the island's first rank knows."""
         self._kind = JOINING
@@ -119,6 +123,14 @@ class BackgroundTransfer:
     def alive(self, island: int) -> bool:
         """Whether an island's heartbeat has moved within `DEAD_SECONDS`. Only the island's first rank knows."""
         return self._silence(island, BEAT) < DEAD_SECONDS
+
+    def is_awaited(self, island: int) -> bool:
+        """Whether an island is alive, as far as others wait for it or reckon with its updates.
+
+        One whose heartbeat has not moved since this island came is so for a few beats only: most have left long before.
+        """
+        limit = DEAD_SECONDS if island in self._moving else FIRST_BEATS_SECONDS
+        return self._silence(island, BEAT) < limit
 
     def needs_updates(self, island: int) -> bool:
         """Whether an island trains, waits to, or may yet come back: updates are kept for it."""
@@ -200,5 +212,7 @@ class BackgroundTransfer:
             for key in itertools.product((BEAT, JOINING), range(store.num_islands())):
                 beat = store.beat(key[1], key[0])
                 if self._beats.get(key, (None, 0.0))[0] != beat:
+                    if key in self._beats and key[0] == BEAT:
+                        self._moving.add(key[1])
                     self._beats[key] = (beat, time.monotonic())
         self._ended.wait(BEAT_SECONDS)
