@@ -19,6 +19,7 @@ from toolkit.run_dir.trajectory import Trajectory
 from toolkit.runtime.build_engine import EngineSpec, build_engine
 from toolkit.runtime.distributed.process_group import current_world
 from toolkit.runtime.layers import compiled_layers
+from toolkit.runtime.proofs.coverage import tiny_model
 from toolkit.runtime.supervision.warm_pool import call_on_ranks, first_failure
 
 pytestmark = pytest.mark.slow
@@ -81,3 +82,8 @@ def test_a_type_that_breaks_is_refused_with_the_reason() -> None:
     section = replace(model("llama"), compile="layers", attention="eager")
     with pytest.raises(BadInput, match="masks of its own"):
         compiled_layers.install(None, section)
+
+
+@pytest.mark.parametrize("kind", ["gptj", "gpt_neo", "falcon"])
+def test_types_that_look_up_their_attention_by_name_can_be_tried(kind: str) -> None:
+    assert compiled_layers.why_not(tiny_model(kind), "aot_eager") == ""

@@ -8,6 +8,7 @@ refused.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +125,8 @@ def _packed(*rows: tuple[int, ...]) -> MicroBatch:
 
 def _tiny(config: Any) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # A copy: the model's own attention is named in it, and some types look up a class by that name when they are made.
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).eval()
     attention.use(model, "by_document")
     return model
 
