@@ -7,9 +7,9 @@ There must be no such tensor, and one wait (offload to the host: DeepSpeed's own
 Each of 20 model types under ZeRO 2, and a Llama under every strategy; four narrow layers, since a square of the
 sequence shows at any width. One line of JSON per row; the exit code is 1 if any row misses.
 
-Recorded at 32,768 tokens: no square in any of the 31 rows (nor for falcon, bloom and gptj), and one wait of the host in
-all but offload to the host, where DeepSpeed itself waits five times more. Left out: opt, which can't be rehearsed: it draws
-a random number on the host for every layer.
+Recorded at 32,768 tokens: no square in any of the 31 rows (nor for falcon, bloom and gptj), and one wait of the host
+in all but offload to the host, where DeepSpeed itself waits five times more. Left out: opt, which can't be rehearsed,
+because it draws a random number on the host for every layer.
 """
 
 from __future__ import annotations
