@@ -218,11 +218,12 @@ class Lagging:
         enter_worker(argv, env)
 
 
-def lagging(seconds: float) -> Callable[[Command], WarmProcess]:
-    """Starts islands that are all slow: no other one has done everything before something happens to one of them."""
+def lagging(*seconds: float) -> Callable[[Command], WarmProcess]:
+    """Starts islands that are all slow, in turn by so much: none has done everything before another one has begun."""
 
     def start(command: Command) -> WarmProcess:
-        return WarmProcess.start(command, Lagging(seconds, island=int(command.env["TOOLKIT_ISLAND"].partition("/")[0])))
+        island = int(command.env["TOOLKIT_ISLAND"].partition("/")[0])
+        return WarmProcess.start(command, Lagging(seconds[island % len(seconds)], island))
 
     return start
 
@@ -274,7 +275,7 @@ def test_an_island_that_misses_removed_updates_starts_again(together: Together) 
 
 
 def test_who_lags_does_less(together: Together) -> None:
-    done = together(enter=lambda command: WarmProcess.start(command, Lagging(0.4)))
+    done = together(enter=lagging(0.1, 0.5))
     assert done.code == 0, done.said
     done.assert_whole()
     done.assert_agreed()
@@ -471,7 +472,7 @@ def test_islands_of_unequal_size_train_one_model(recipe_mapping: dict[str, Any],
         resolved = resolve(make_recipe(recipe_mapping, [*axes, strategy.format(stage)]), 2 * ranks)
         check_store(place, resolved)
         sites += prepare_islands(resolved, resolved.write(tmp_path / str(number)), place, number)
-    assert watch_islands(sites, Console(file=io.StringIO()), 0, WarmProcess.start) == 0
+    assert watch_islands(sites, Console(file=io.StringIO()), 0, lagging(0.1)) == 0
     done = [Ended(RunDir(tmp_path / str(number)), 0, "") for number in (0, 1)]
     steps = [json.loads(line)["step"] for site in sites for line in site.run.metrics.read_text().splitlines()]
     assert sorted(steps) == list(range(1, 25))
