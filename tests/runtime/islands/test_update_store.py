@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from toolkit.cli import main
 from toolkit.errors import BadInput, RankFailed
 from toolkit.run_dir.async_islands import Membership, parse_address
 from toolkit.runtime.islands.async_store import Piece, Update, UpdateStore
+from toolkit.runtime.islands.async_transfer import DEAD_SECONDS, BackgroundTransfer
 from toolkit.runtime.islands.flat_masters import Layout
 from toolkit.runtime.islands.quantize import Encoding, ErrorFeedbackCodec
 from toolkit.runtime.islands.signed_store import SignedStore
@@ -224,6 +226,24 @@ def test_another_secret_reads_and_writes_nothing(place: tuple[str, Path], tmp_pa
         assert store.read("own") is None
         store.write("own", 2)
     assert connected(place).read("own", "rejected") in (1, "rejected")
+
+
+def test_who_joins_awaits_only_islands_whose_heartbeat_moves(tmp_path: Path, keys: Path) -> None:
+    """One that was killed before is not taken for a slow one; its rounds are its own until its lease is over."""
+    address, key = (tmp_path / "store").as_uri(), str(keys / ISLANDS_KEY)
+    dead, slow = (UpdateStore(Membership(address, key, island, 3), 0, 1) for island in (1, 2))
+    dead.send_beat(7)
+    transfer = BackgroundTransfer(Membership(address, key, 0, 3), 0, 1, Layout(0, ()), Encoding(8))
+    try:
+        deadline = time.monotonic() + DEAD_SECONDS - 2
+        while transfer.is_awaited(1) and time.monotonic() < deadline:
+            slow.send_beat(time.time_ns())
+            time.sleep(0.2)
+        assert not transfer.is_awaited(1)
+        assert transfer.alive(1)
+        assert transfer.is_awaited(2)
+    finally:
+        transfer.end()
 
 
 def test_updates_arrive_whole_or_with_their_problem(place: tuple[str, Path]) -> None:
